@@ -1,0 +1,65 @@
+# Two commands for a newcomer: `make demo` and `make test`. Everything else is for contributors.
+VENV    ?= .venv
+PYTHON  ?= python3
+RANKS   ?= 2
+STEPS   ?= 300
+BIN     := $(VENV)/bin
+PIP     := $(BIN)/python -m pip --disable-pip-version-check
+TORCH   := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' constraints.txt)
+# Strict editable installs link file by file, so a new or renamed file needs a new install.
+SOURCES := $(shell ls eplb/*.py routing/*.py dist/*.py tools/*.py 2>/dev/null | cksum | cut -d' ' -f1)
+STAMP   := $(VENV)/.installed-$(SOURCES)
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install demo test test-slow test-gpu test-multigpu lint format types ci wheel clean
+
+help:
+	@echo "make demo      set up $(VENV) and run the main job on $(RANKS) ranks"
+	@echo "make test      set up $(VENV) and run the tests (under 15 minutes on two cores)"
+	@echo "make test-slow the long suites: simulator, chaos, scale, fuzz"
+	@echo "make test-gpu  the suite for one GPU; make test-multigpu for two or more"
+	@echo "make lint | format | types | wheel | ci | clean"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "evenroute needs Python 3.11 or newer, found " + sys.version.split()[0])'
+	@test -x $(BIN)/python || { echo "making the virtual environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -c 'import torch' 2>/dev/null || sh .ci/install-torch $(BIN)/python $(TORCH)
+	@echo "installing evenroute with its extras rank, report and dev (versions: constraints.txt)"
+	@$(PIP) install -q -c constraints.txt -e '.[rank,report,dev]'
+	@rm -f $(VENV)/.installed-*; touch $(STAMP)
+
+demo: install
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m evenroute.tools.stress --routing zipf --steps $(STEPS)
+
+test: install
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not multigpu"
+
+test-slow: install
+	$(BIN)/python -m pytest -m "slow"
+
+test-gpu: install
+	$(BIN)/python -m pytest -m "gpu"
+
+test-multigpu: install
+	$(BIN)/python -m pytest -m "multigpu"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+types: install
+	$(BIN)/mypy -p evenroute.eplb -p evenroute.routing -p evenroute.dist -p evenroute.tools
+
+wheel: install
+	$(BIN)/python -m build --outdir build/out
+
+ci:
+	bash .ci/run
+
+clean:
+	rm -rf build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

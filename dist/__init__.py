@@ -1,0 +1,1 @@
+"""Processes: protocol cores, sockets, rebalancer, rank agent, agreement and weight migration."""

@@ -1,0 +1,1 @@
+"""Placement, loads, planning and history: the torch-free half of evenroute."""

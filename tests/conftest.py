@@ -1,0 +1,22 @@
+"""Shared fixtures: the real loads beside the checkout, and one process-wide thread limit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # two cores, several processes: threads only get in each other's way
+
+import pytest
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with real DeepSeek loads; tests that need it are skipped where it is absent."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"real loads not here: {SHARED_DATA}")
+    return SHARED_DATA

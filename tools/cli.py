@@ -1,0 +1,64 @@
+"""The `evenroute` command: a thin shell that finds its commands in `tools/cmd_<name>.py`.
+
+A command module has one function `register(app)`. It is imported only when its command (or the
+general help) is asked for, so that `evenroute status` never pays for numba, and nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import typer
+
+
+def command_names() -> list[str]:
+    """Names of all commands, sorted: those of the `cmd_*.py` files beside this one."""
+    return sorted(path.stem.removeprefix("cmd_") for path in Path(__file__).parent.glob("cmd_*.py"))
+
+
+def package_version() -> str:
+    """The installed version, or "unknown" when evenroute runs from a source tree."""
+    try:
+        return version("evenroute")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def build_app(names: list[str]) -> typer.Typer:
+    """A typer app with the commands in `names`."""
+    app = typer.Typer(
+        name="evenroute",
+        help="Routes tokens to experts evenly: a rebalancer for expert-parallel clusters and its tools.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+
+    @app.callback(invoke_without_command=True)
+    def root(
+        show_version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+    ) -> None:
+        if show_version:
+            typer.echo(f"evenroute {package_version()}")
+            raise typer.Exit
+
+    for name in names:
+        importlib.import_module(f"evenroute.tools.cmd_{name}").register(app)
+    return app
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the `evenroute` script. Exit status: 0 done, 1 a bad finding, 2 wrong use."""
+    arguments = sys.argv[1:] if argv is None else argv
+    names = command_names()
+    wanted = next((word for word in arguments if not word.startswith("-")), None)
+    app = build_app([wanted] if wanted in names else names)
+    app(args=arguments, prog_name="evenroute")
+
+
+if __name__ == "__main__":
+    main()

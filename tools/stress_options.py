@@ -1,0 +1,228 @@
+"""Options of the stress run: parsing, defaults by model, and every check that needs no process. No torch."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from evenroute.eplb.load_files import read_logical_count
+from evenroute.eplb.model_shapes import MODEL_SHAPES, ModelShape
+from evenroute.eplb.placement import Placement
+from evenroute.eplb.topology import Topology
+from evenroute.tools.errors import fail
+
+ROUTINGS = ("fake", "uniform", "round-robin", "zipf", "trace")
+DISPATCHES = ("static", "dynamic", "dynamic-hash", "rank_invariant", "weighted")
+# `tokens="shared"` allows only dispatch that is a pure function of the row (design, "Dispatch").
+SHARED_DISPATCHES = ("rank_invariant", "weighted")
+POLICIES = ("auto", "global", "hierarchical", "incremental", "weighted")
+
+
+@dataclass(frozen=True)
+class StressOptions:
+    """One stress run. `tokens` are rows a rank and step; `shape` is the model with the flags applied."""
+
+    routing: str
+    shape: ModelShape
+    topology: Topology
+    steps: int
+    tokens: int
+    dispatch: str
+    token_mode: str
+    seed: int
+    exponent: float
+    loads: Path | None
+    reshuffle: bool
+    rebalancer: str
+    interval_steps: int
+    agree_every: int
+    policy: str
+    init_placement: Path | None
+    report: Path | None
+    step_delay: float
+    check: bool
+    moe: bool
+    store: Path | None
+    backend: str
+
+    @property
+    def num_slots(self) -> int:
+        return self.shape.num_logical_experts + self.shape.num_redundant_experts
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The stress run's flags; `--help` is their documentation."""
+    parser = _Parser(
+        prog="evenroute stress",
+        description="Routes real logits for all layers of a model shape on every rank, streams the counts to a "
+        "rebalancer, switches placements while it runs, and checks every step.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--routing", choices=ROUTINGS, default="zipf", help="where the logits come from (default: zipf)")
+    add("--loads", type=Path, help="with --routing trace: a JSON file with `logical_count`")
+    add("--zipf-exponent", type=float, default=1.0, help="skew of --routing zipf (default: 1.0)")
+    add("--steps", type=int, default=300)
+    add("--tokens", type=int, default=128, help="rows a rank and step (default: 128)")
+    add("--model", choices=sorted(MODEL_SHAPES), default="dsv3")
+    add("--layers", type=int, help="MoE layers (default: the model's)")
+    add("--num-experts", type=int, help="logical experts a layer (default: the model's)")
+    add("--top-k", type=int)
+    add("--num-groups", type=int)
+    add("--topk-group", type=int)
+    add(
+        "--num-redundant-experts",
+        "--ep-num-redundant-experts",
+        type=int,
+        help="slots beyond one per expert (default: the model's)",
+    )
+    add("--num-nodes", type=int, default=1)
+    add("--dispatch", choices=DISPATCHES, help="default: dynamic, with --token-mode shared rank_invariant")
+    add("--token-mode", choices=("own", "shared"), default="own")
+    add("--seed", type=int, default=0)
+    add("--no-reshuffle", dest="reshuffle", action="store_false", help="keep the popularity all the way")
+    add("--rebalancer", default="start", metavar="start|off|ADDR", help="default: start one of our own")
+    add("--interval-steps", type=int, default=30, help="steps between two plans of our own rebalancer")
+    add("--agree-every", type=int, default=4, help="steps between two votes")
+    add("--policy", choices=POLICIES, default="auto")
+    add("--init-placement", "--init-expert-location", type=Path, help="a placement file to start from")
+    add("--report", type=Path, help="write the final table as JSON")
+    add("--step-delay", type=float, default=0.0, help="seconds a step takes beside the routing")
+    add("--no-check", dest="check", action="store_false", help="leave the per-step checks out")
+    add("--moe", action="store_true", help="run the layers with real weights and migrate them")
+    add("--store", type=Path, help="keep our own rebalancer's history here (default: a temporary folder)")
+    add("--backend", choices=("auto", "reference", "triton"), default="auto", help="routing implementation")
+    return parser
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ValueError(f"--{name}: found {value}, expected at least {least:g}")
+
+
+def _shape(args: argparse.Namespace) -> ModelShape:
+    """The model's shape with the explicit flags over it; refuses numbers that can't be routed."""
+    base = MODEL_SHAPES[args.model]
+
+    def pick(flag: int | None, default: int) -> int:
+        return default if flag is None else flag
+
+    experts = pick(args.num_experts, base.num_logical_experts)
+    default_redundant = base.num_redundant_experts if experts == base.num_logical_experts else 0
+    shape = ModelShape(
+        name=base.name,
+        num_layers=pick(args.layers, base.num_layers),
+        num_logical_experts=experts,
+        top_k=pick(args.top_k, base.top_k),
+        num_groups=pick(args.num_groups, base.num_groups),
+        topk_group=pick(args.topk_group, base.topk_group),
+        scoring=base.scoring,
+        use_bias=base.use_bias,
+        renormalize=base.renormalize,
+        routed_scaling_factor=base.routed_scaling_factor,
+        num_shared_experts=0,
+        hidden_size=base.hidden_size,
+        moe_intermediate_size=base.moe_intermediate_size,
+        num_redundant_experts=pick(args.num_redundant_experts, default_redundant),
+    )
+    _at_least("layers", shape.num_layers, 1)
+    _at_least("num-experts", shape.num_logical_experts, 1)
+    _at_least("num-redundant-experts", shape.num_redundant_experts, 0)
+    check_groups(shape)
+    return shape
+
+
+def check_groups(shape: ModelShape) -> None:
+    """The design's rules for groups, told before torch is imported."""
+    experts, groups, kept, top_k = shape.num_logical_experts, shape.num_groups, shape.topk_group, shape.top_k
+    numbers = f"experts {experts}, groups {groups}, kept groups {kept}, top-k {top_k}"
+    if groups < 1 or experts % groups:
+        raise ValueError(
+            f"--num-groups: found {groups}, expected a divisor of the {experts} experts ({numbers})"
+        )
+    if groups > 1 and shape.use_bias and experts // groups < 2:
+        raise ValueError(f"--num-groups: found {groups}, expected at least 2 experts a group ({numbers})")
+    if not 1 <= kept <= groups:
+        raise ValueError(f"--topk-group: found {kept}, expected 1 to {groups} ({numbers})")
+    if not 1 <= top_k <= kept * experts // groups:
+        raise ValueError(f"--top-k: found {top_k}, expected 1 to {kept * experts // groups} ({numbers})")
+
+
+def _check_loads(args: argparse.Namespace, shape: ModelShape) -> None:
+    if args.routing == "trace" and args.loads is None:
+        raise ValueError("--loads: missing, expected a JSON file with `logical_count` for --routing trace")
+    if args.routing != "trace" and args.loads is not None:
+        raise ValueError(f"--loads: found with --routing {args.routing}, expected only with --routing trace")
+    if args.loads is not None:
+        loads = read_logical_count(args.loads)
+        experts = loads.shape[1]
+        layers = int((loads.sum(axis=1) > 0).sum())
+        if experts != shape.num_logical_experts:
+            raise ValueError(
+                f"--loads: {args.loads} has {experts} experts, expected {shape.num_logical_experts} of --model"
+            )
+        if layers < shape.num_layers:
+            raise ValueError(
+                f"--loads: {args.loads} has {layers} layers with load, expected at least {shape.num_layers}"
+            )
+
+
+def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
+    """Parses and checks all flags for `ep_size` ranks.
+
+    Raises ValueError (one line: flag, found, expected); unknown flags end the process with status 2.
+    """
+    args = build_parser().parse_args(argv)
+    shape = _shape(args)
+    for name, value, least in (
+        ("steps", args.steps, 1),
+        ("tokens", args.tokens, 0),
+        ("zipf-exponent", args.zipf_exponent, 0),
+        ("interval-steps", args.interval_steps, 1),
+        ("agree-every", args.agree_every, 1),
+        ("step-delay", args.step_delay, 0),
+        ("seed", args.seed, 0),
+    ):
+        _at_least(name, value, least)
+    topology = Topology(ep_size, args.num_nodes)
+    num_slots = shape.num_logical_experts + shape.num_redundant_experts
+    Placement.initial(1, shape.num_logical_experts, num_slots, topology)
+    _check_loads(args, shape)
+    dispatch = args.dispatch or ("rank_invariant" if args.token_mode == "shared" else "dynamic")
+    if args.token_mode == "shared" and dispatch not in SHARED_DISPATCHES:
+        raise ValueError(
+            f"--dispatch: found {dispatch} with --token-mode shared, expected {' or '.join(SHARED_DISPATCHES)}"
+        )
+    if args.report is not None and not args.report.resolve().parent.is_dir():
+        raise ValueError(f"--report: folder {args.report.resolve().parent} does not exist")
+    return StressOptions(
+        routing=args.routing,
+        shape=shape,
+        topology=topology,
+        steps=args.steps,
+        tokens=args.tokens,
+        dispatch=dispatch,
+        token_mode=args.token_mode,
+        seed=args.seed,
+        exponent=args.zipf_exponent,
+        loads=args.loads,
+        reshuffle=args.reshuffle and args.routing == "zipf",
+        rebalancer=args.rebalancer,
+        interval_steps=args.interval_steps,
+        agree_every=args.agree_every,
+        policy=args.policy,
+        init_placement=args.init_placement,
+        report=args.report,
+        step_delay=args.step_delay,
+        check=args.check,
+        moe=args.moe,
+        store=args.store,
+        backend=args.backend,
+    )
