@@ -1,1 +1,1 @@
-"""Placement, loads, planning and history: the torch-free half of evenroute."""
+"""Placement planning without torch: loads, balancedness, planners, policy, files, history."""
