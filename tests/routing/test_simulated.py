@@ -238,15 +238,15 @@ def test_same_keys_give_the_same_rows(kind, shared):
         source = LogitSource(
             kind, Shape(16, 4), 3, seed, rank=rank, ep_size=4, shared=shared, loads=loads, exponent=1.0
         )
-        return source.ids(layer, 65, step) if source.rewrites_ids else source.logits(layer, 65, step)
+        return source.ids(layer, 64, step) if source.rewrites_ids else source.logits(layer, 64, step)
 
     first = draw(0)
     assert torch.equal(first, draw(0))
-    assert torch.equal(first, draw(3)) == shared
+    assert torch.equal(first, draw(3)) == (shared or kind == "round-robin")
     if kind != "round-robin":  # dealt by position alone
         assert not torch.equal(first, draw(0, seed=6))
         assert not torch.equal(first, draw(0, layer=2))
-    assert not torch.equal(first, draw(0, step=8))
+        assert not torch.equal(first, draw(0, step=8))
 
 
 def test_batches_longer_than_the_noise_pool():
