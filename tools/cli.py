@@ -13,6 +13,8 @@ from pathlib import Path
 
 import typer
 
+from evenroute.tools.errors import fail
+
 
 def command_names() -> list[str]:
     """Names of all commands, sorted: those of the `cmd_*.py` files beside this one."""
@@ -32,7 +34,6 @@ def build_app(names: list[str]) -> typer.Typer:
     app = typer.Typer(
         name="evenroute",
         help="Routes tokens to experts evenly: a rebalancer for expert-parallel clusters and its tools.",
-        no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
@@ -53,11 +54,22 @@ def build_app(names: list[str]) -> typer.Typer:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the `evenroute` script. Exit status: 0 done, 1 a bad finding, 2 wrong use."""
-    arguments = sys.argv[1:] if argv is None else argv
+    arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     names = command_names()
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     app = build_app([wanted] if wanted in names else names)
-    app(args=arguments, prog_name="evenroute")
+    try:
+        status = app(args=arguments, prog_name="evenroute", standalone_mode=False)
+    except Exception as error:
+        # Typer prints wrong use as a usage block; here it is one line. Its exception class lives in
+        # click or, in newer releases, inside typer: it is known by its method.
+        format_message = getattr(error, "format_message", None)
+        if format_message is not None:
+            fail(str(format_message()))
+        if type(error).__name__ == "Abort":
+            raise SystemExit(130) from None
+        raise
+    sys.exit(status if isinstance(status, int) else 0)
 
 
 if __name__ == "__main__":
