@@ -155,7 +155,7 @@ class RowsRequest(Struct, frozen=True, tag="rows?", forbid_unknown_fields=True):
 
 
 class Snapshot(Struct, frozen=True, tag="snapshot", forbid_unknown_fields=True):
-    """Answer to ``SnapshotRequest``; ``placement`` None: the store has none for this job shape (start with your own)."""
+    """Answer to ``SnapshotRequest``; ``placement`` None: the store has none of this shape (start with your own)."""
 
     run: Int62
     epoch: Int62
@@ -194,7 +194,7 @@ def decode_up(frame: bytes | memoryview, *, limit: int = DEFAULT_FRAME_LIMIT) ->
 
 
 def decode_down(frame: bytes | memoryview, *, limit: int = DEFAULT_FRAME_LIMIT) -> Down:
-    """A rebalancer's message, types checked (a placement's content is the rank core's to judge). Raises MessageError."""
+    """A rebalancer's message, types checked (a placement's content is for `RankCore` to judge). Raises MessageError."""
     return _decode(_down_decoder, frame, limit)
 
 
