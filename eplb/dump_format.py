@@ -1,0 +1,159 @@
+"""The recorder dump: one file of checksummed frames, written in a stream and read in a stream.
+
+    magic (8 bytes) | frame* | end frame | tail: offset of the end frame (u64), end magic (8 bytes)
+    frame: kind (u8), 3 zero bytes, crc32 over kind, length and payload (u32), payload length (u64), payload
+
+All numbers are little-endian. The first frame is the header, the end frame holds totals and the places of the
+placements, so that "what is in here" costs two reads however large the file is. A file without a valid tail was cut
+off; a frame that fails its checksum was damaged; neither is ever shown as counts. Values of a frame are msgpack
+(`u32 length, msgpack`), followed by raw arrays.
+
+Modes: `stat` (window totals), `per_pass` (a window per forward pass), `per_token` (the ids of each token too).
+Scope says whether the counts are one rank's part or the whole job's.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = b"EVRDUMP1"
+END_MAGIC = b"EVRDEND1"
+FRAME = struct.Struct("<B3xIQ")
+TAIL = struct.Struct("<Q8s")
+MAX_PAYLOAD = 1 << 30
+
+HEADER, WINDOW, PLACEMENT, TOKENS, END = 1, 2, 3, 4, 9
+KINDS = (HEADER, WINDOW, PLACEMENT, TOKENS, END)
+
+Mode = Literal["stat", "per_pass", "per_token"]
+Scope = Literal["job", "rank"]
+MODES: tuple[Mode, ...] = ("stat", "per_pass", "per_token")
+
+
+class DumpHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a dump is about; `rank` is set exactly when `scope` is "rank"."""
+
+    num_layers: int
+    num_logical_experts: int
+    mode: Mode = "stat"
+    scope: Scope = "job"
+    rank: int | None = None
+    ep_size: int | None = None
+    num_nodes: int = 1
+    num_slots: int | None = None
+    num_groups: int | None = None
+    top_k: int | None = None
+    model: str = ""
+    phase: str = ""
+    layer_ids: list[int] | None = None
+    notes: list[str] = []
+    format_version: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_logical_experts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, found {getattr(self, name)}")
+        if (self.scope == "rank") != (self.rank is not None):
+            raise ValueError(
+                f"rank must be set exactly when scope is 'rank', found {self.scope}, {self.rank}"
+            )
+        if self.layer_ids is not None and len(self.layer_ids) != self.num_layers:
+            raise ValueError(f"layer_ids must name {self.num_layers} layers, found {len(self.layer_ids)}")
+
+
+class WindowMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A window frame before its counts ``[L, E]`` of `dtype`."""
+
+    dtype: str
+    time: float | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    tokens: int | None = None
+    complete: bool = True
+    label: str = ""
+
+
+class PlacementMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A placement frame before ``[L, P]`` int32 and, if `has_shares`, ``[L, P]`` uint16."""
+
+    num_slots: int
+    ep_size: int
+    num_nodes: int = 1
+    has_shares: bool = False
+    time: float | None = None
+    step: int | None = None
+    epoch: int = 0
+    version: int = 0
+    balancedness_before: float | None = None
+    balancedness_predicted: float | None = None
+    moves: int | None = None
+    policy: str = ""
+    reason: str = ""
+
+
+class TokensMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Ids of one pass on one rank before ``[L, T, K]`` logical ids of `dtype` (-1 = padding) and, if
+    `has_token_ids`, the ``[T]`` int32 vocabulary ids."""
+
+    step: int
+    rank: int
+    num_tokens: int
+    top_k: int
+    dtype: str = "<i2"
+    has_token_ids: bool = False
+
+
+class EndMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Totals of a finished dump; `placements` are file offsets of their frames."""
+
+    num_frames: int
+    num_windows: int
+    num_token_frames: int
+    placements: list[int]
+    notes: list[str] = []
+
+
+def frame_bytes(kind: int, meta: msgspec.Struct, *arrays: NDArray[Any]) -> bytes:
+    """One frame, ready to be written."""
+    head = msgspec.msgpack.encode(meta)
+    payload = b"".join([len(head).to_bytes(4, "little"), head, *(array.tobytes() for array in arrays)])
+    if len(payload) > MAX_PAYLOAD:
+        raise ValueError(f"dump: a frame of {len(payload)} bytes, the limit is {MAX_PAYLOAD}")
+    return FRAME.pack(kind, _crc(kind, payload), len(payload)) + payload
+
+
+def _crc(kind: int, payload: bytes | memoryview) -> int:
+    return zlib.crc32(payload, zlib.crc32(struct.pack("<BQ", kind, len(payload))))
+
+
+def checked_payload(kind: int, crc: int, payload: bytes) -> memoryview:
+    """The payload if its checksum holds; ValueError otherwise."""
+    if kind not in KINDS or _crc(kind, payload) != crc:
+        raise ValueError("a frame fails its checksum")
+    return memoryview(payload)
+
+
+def split_payload(payload: memoryview) -> tuple[memoryview, memoryview]:
+    """msgpack part and raw part."""
+    length = int.from_bytes(payload[:4], "little")
+    if length > len(payload) - 4:
+        raise ValueError("a frame's length does not fit")
+    return payload[4 : 4 + length], payload[4 + length :]
+
+
+def narrow(counts: NDArray[Any]) -> NDArray[Any]:
+    """Counts in the smallest of u16, u32, i64 that holds them; floats that are not whole stay float64."""
+    if counts.dtype.kind == "f":
+        whole = counts.astype(np.int64)
+        if not np.array_equal(whole, counts):
+            return np.ascontiguousarray(counts, dtype="<f8")
+        counts = whole
+    highest = int(counts.max(initial=0))
+    dtype = "<u2" if highest < 1 << 16 else "<u4" if highest < 1 << 32 else "<i8"
+    return np.ascontiguousarray(counts, dtype=dtype)

@@ -1,0 +1,226 @@
+"""Opens any load or placement file that evenroute knows, by its content first and its name second.
+
+Nothing here executes a pickle: `.pt` files are handed to a reader that the caller provides (and that must decode
+weights only); without one they are refused with a remedy.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from evenroute.eplb import foreign_ascend, foreign_megatron, foreign_sglang, foreign_trtllm
+from evenroute.eplb.dump_reader import is_dump, read_dump
+from evenroute.eplb.foreign_arrays import (
+    natural_key,
+    read_csv,
+    read_npy,
+    read_npz,
+    read_safetensors,
+    rectangular,
+)
+from evenroute.eplb.foreign_loglines import MARK, read_log
+from evenroute.eplb.foreign_ranks import join_rank_sources
+from evenroute.eplb.foreign_source import (
+    LoadSource,
+    PlacementEvent,
+    PlacementMap,
+    damaged,
+    phase_of_name,
+    reading,
+    stacked_source,
+)
+from evenroute.eplb.foreign_store import SQLITE_MAGIC, read_store
+from evenroute.eplb.placement_file import FORMAT as PLACEMENT_FORMAT
+from evenroute.eplb.placement_file import load_placement
+
+PtReader = Callable[[Path], Any]
+NOT_LOADS = {".md", ".lock", ".partial", ".png", ".html", ".pdf"}
+SIDE_FILES = ("-wal", "-shm", "-journal")
+KNOWN = (
+    "evenroute store, dump or placement; SGLang .pt or JSON; TensorRT-LLM statistics folder or YAML; "
+    "vLLM-Ascend expert map; Megatron router trace; .npy .npz .csv .safetensors .json arrays; a log with EPLB lines"
+)
+
+
+@dataclass
+class Opened:
+    """What could be opened, and one line for everything that could not."""
+
+    sources: list[LoadSource] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+def open_source(
+    path: str | Path, *, read_pt: PtReader | None = None, num_logical_experts: int | None = None
+) -> LoadSource:
+    """The source behind one path; a folder must hold exactly one history (or files of one history's ranks).
+
+    Raises:
+        OSError, ValueError: one line that names the file, what was found and what was expected.
+    """
+    opened = open_sources([path], read_pt=read_pt, num_logical_experts=num_logical_experts)
+    if opened.errors:
+        raise ValueError(opened.errors[0])
+    if len(opened.sources) != 1:
+        raise ValueError(f"{path}: holds {len(opened.sources)} separate load files, expected one")
+    return opened.sources[0]
+
+
+def open_sources(
+    paths: Sequence[str | Path], *, read_pt: PtReader | None = None, num_logical_experts: int | None = None
+) -> Opened:
+    """Everything under ``paths``; several files of single ranks become one source for the job."""
+    opened = Opened()
+    for path in map(Path, paths):
+        try:
+            found = _open_path(path, read_pt, num_logical_experts)
+        except OSError as error:
+            opened.errors.append(f"{error.filename or path}: {error.strerror or error}")
+        except ValueError as error:
+            opened.errors.append(str(error))
+        else:
+            opened.sources += found.sources
+            opened.errors += found.errors
+    of_ranks = [source for source in opened.sources if source.scope == "rank"]
+    loads = [source for source in opened.sources if source.has_loads]
+    if len(of_ranks) > 1 or (of_ranks and len(loads) > len(of_ranks)):
+        try:
+            joined = join_rank_sources(of_ranks[0].path.parent, loads)
+        except ValueError as error:
+            return Opened([], [*opened.errors, str(error)])
+        opened.sources = [s for s in opened.sources if not s.has_loads] + [joined]
+    return opened
+
+
+def _open_path(path: Path, read_pt: PtReader | None, num_logical_experts: int | None) -> Opened:
+    if not path.is_dir():
+        return Opened([_open_file(path, read_pt, num_logical_experts)])
+    names = sorted((child.name for child in path.iterdir() if child.is_file()), key=natural_key)
+    if foreign_trtllm.META in names:
+        return Opened([foreign_trtllm.read_statistics(path)])
+    if any(foreign_megatron.is_trace_name(name) for name in names):
+        return Opened([foreign_megatron.read_traces(path, num_logical_experts=num_logical_experts)])
+    wanted = [
+        name
+        for name in names
+        if not name.startswith(".") and Path(name).suffix not in NOT_LOADS and not name.endswith(SIDE_FILES)
+    ]
+    if not wanted:
+        raise ValueError(f"{path}: the folder holds no load file, expected {KNOWN}")
+    found = Opened()
+    for name in wanted:
+        try:
+            found.sources.append(_open_file(path / name, read_pt, num_logical_experts))
+        except OSError as error:
+            found.errors.append(f"{path / name}: {error.strerror or error}")
+        except ValueError as error:
+            found.errors.append(str(error))
+    return found
+
+
+def _open_file(path: Path, read_pt: PtReader | None, num_logical_experts: int | None) -> LoadSource:
+    with path.open("rb") as file:
+        head = file.read(4096)
+    if not head:
+        raise damaged(path, "the file is empty")
+    if head.startswith(SQLITE_MAGIC):
+        return read_store(path)
+    if is_dump(head):
+        return read_dump(path)
+    suffix = path.suffix.lower()
+    if head.startswith(b"PK") or suffix in (".pt", ".pth", ".npz"):
+        return _open_archive(path, suffix, read_pt)
+    if head.startswith(b"\x93NUMPY") or suffix == ".npy":
+        return read_npy(path)
+    if suffix == ".safetensors":
+        return read_safetensors(path)
+    if suffix in (".csv", ".tsv"):
+        return read_csv(path)
+    if suffix in (".yaml", ".yml"):
+        return foreign_trtllm.read_load_balancer(path)
+    if suffix == ".jsonl":
+        return foreign_megatron.read_traces(path, num_logical_experts=num_logical_experts)
+    if suffix in (".pkl", ".pickle") or head[:1] == b"\x80":
+        raise ValueError(f"{path}: a pickle, which is never executed; expected {KNOWN}")
+    if suffix == ".json" or head.lstrip()[:1] in (b"{", b"["):
+        return _open_json(path)
+    if suffix in (".log", ".txt", ".out", ".err") or MARK in head:
+        return read_log(path)
+    raise ValueError(f"{path}: not a file of a known form, expected {KNOWN}")
+
+
+def _open_archive(path: Path, suffix: str, read_pt: PtReader | None) -> LoadSource:
+    """A zip file: numpy's `.npz` or torch's `.pt` (which has a data.pkl inside)."""
+    if suffix == ".npz":
+        return read_npz(path)
+    if suffix not in (".pt", ".pth"):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                names = archive.namelist()
+        except zipfile.BadZipFile as error:
+            raise damaged(path, error) from None
+        if all(name.endswith(".npy") for name in names):
+            return read_npz(path)
+        if not any(name.endswith("data.pkl") for name in names):
+            raise ValueError(f"{path}: a zip file of another kind, expected {KNOWN}")
+    if read_pt is None:
+        raise ValueError(f"{path}: reading .pt files needs torch: pip install 'evenroute[rank]'")
+    return foreign_sglang.source_from_object(path, read_pt(path))
+
+
+def _open_json(path: Path) -> LoadSource:
+    try:
+        data = msgspec.json.decode(path.read_bytes())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise damaged(path, error) from None
+    if isinstance(data, list):
+        with reading(path):
+            return stacked_source(path, "JSON array", rectangular(data), phase=phase_of_name(path))
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: found {type(data).__name__}, expected {KNOWN}")
+    if data.get("format") == PLACEMENT_FORMAT:
+        return _placement_source(path)
+    if "layer_list" in data or "moe_layer_count" in data:
+        return foreign_ascend.source_from_object(path, data)
+    if {"num_experts", "num_experts_per_token"} <= set(data):
+        raise ValueError(f"{path}: TensorRT-LLM's {foreign_trtllm.META}: give the folder that holds it")
+    with reading(path):
+        for key in ("logical_count", "physical_to_logical_map"):
+            if key in data:
+                data[key] = rectangular(data[key])
+    return foreign_sglang.source_from_object(path, data)
+
+
+def _placement_source(path: Path) -> LoadSource:
+    placement, content = load_placement(path)
+    topology = placement.topology
+    known = PlacementMap(
+        placement.physical_to_logical,
+        placement.num_logical_experts,
+        topology.ep_size,
+        placement=placement,
+        model=content.model,
+        phase=content.phase,
+    )
+    return LoadSource(
+        path=path,
+        kind="evenroute placement",
+        num_layers=placement.num_layers,
+        num_logical_experts=placement.num_logical_experts,
+        open_windows=lambda: iter(()),
+        num_windows=0,
+        ep_size=topology.ep_size,
+        num_nodes=topology.num_nodes,
+        num_slots=placement.num_slots,
+        model=content.model,
+        phase=content.phase,
+        placements=[PlacementEvent(placement, epoch=content.epoch, version=content.version)],
+        placement_map=known,
+        has_loads=False,
+    )

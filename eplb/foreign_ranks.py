@@ -1,0 +1,111 @@
+"""Files of several ranks: are they parts of the job's counts, or copies of the same counts?
+
+Ranks that route their own tokens write parts, which add up; ranks that route all tokens write copies, and adding
+those would count every token `ep_size` times. Engines do not say which it is, so the files' content decides:
+equal in every pass on every rank = copies, anything else = parts. The verdict is always told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from evenroute.eplb.foreign_source import Counts, LoadSource, Window
+
+RankPass = Mapping[int, Counts]  # rank -> counts [L, E] of one pass
+
+
+def are_copies(passes: Iterator[RankPass]) -> bool:
+    """Whether all ranks hold equal counts in every pass (and there are at least two ranks with load)."""
+    compared = False
+    for counts_of_rank in passes:
+        values = list(counts_of_rank.values())
+        if len(values) > 1:
+            if any(not np.array_equal(values[0], other) for other in values[1:]):
+                return False
+            compared = compared or bool(values[0].any())
+    return compared
+
+
+def merged(counts_of_rank: RankPass, copies: bool) -> Counts:
+    """The job's counts of one pass: one copy, or the sum of the parts."""
+    values = list(counts_of_rank.values())
+    if copies:
+        return values[0]
+    total = values[0].copy()
+    for part in values[1:]:
+        total += part
+    return total
+
+
+def verdict_note(num_ranks: int, copies: bool) -> str:
+    """One line that says what was decided."""
+    if copies:
+        return f"the files of {num_ranks} ranks are equal in every pass: copies, counted once"
+    return f"the files of {num_ranks} ranks are parts of the job's counts: summed"
+
+
+def join_rank_sources(path: Path, sources: Sequence[LoadSource]) -> LoadSource:
+    """One source for the whole job out of one source per rank, matched window by window.
+
+    Raises:
+        ValueError: parts and wholes are mixed, two files are of one rank, or the shapes differ.
+    """
+    scopes = {source.scope for source in sources}
+    if scopes != {"rank"}:
+        whole = next(source for source in sources if source.scope == "job")
+        raise ValueError(f"{path}: {whole.path.name} holds the whole job, the others one rank's part each")
+    ranks = [source.rank for source in sources]
+    twice = {rank for rank in ranks if ranks.count(rank) > 1}
+    if twice:
+        raise ValueError(f"{path}: two files say they are rank {min(r for r in twice if r is not None)}")
+    shapes = {source.shape for source in sources}
+    if len(shapes) != 1:
+        raise ValueError(f"{path}: ranks differ in (layers, experts): {sorted(shapes)}")
+
+    def passes() -> Iterator[tuple[int, dict[int, Window]]]:
+        """By step, which is every rank's ascending order."""
+        iterators = {int(s.rank or 0): s.windows() for s in sources}
+        heads = {rank: next(windows, None) for rank, windows in iterators.items()}
+        while any(head is not None for head in heads.values()):
+            step = min(head.first_step or 0 for head in heads.values() if head is not None)
+            here = {rank: h for rank, h in heads.items() if h is not None and (h.first_step or 0) == step}
+            yield step, here
+            for rank in here:
+                heads[rank] = next(iterators[rank], None)
+
+    copies = are_copies({r: w.counts for r, w in found.items()} for _, found in passes())
+
+    def open_windows() -> Iterator[Window]:
+        for step, found in passes():
+            tokens = [window.tokens for window in found.values()]
+            known = [count for count in tokens if count is not None]
+            yield Window(
+                merged({rank: window.counts for rank, window in found.items()}, copies),
+                time=max((w.time for w in found.values() if w.time is not None), default=None),
+                first_step=step,
+                last_step=max(w.last_step or step for w in found.values()),
+                tokens=None if len(known) != len(tokens) else (known[0] if copies else sum(known)),
+                complete=len(found) == len(sources) and all(w.complete for w in found.values()),
+            )
+
+    first = sources[0]
+    return LoadSource(
+        path=path,
+        kind=f"{first.kind}, {len(sources)} ranks",
+        num_layers=first.num_layers,
+        num_logical_experts=first.num_logical_experts,
+        open_windows=open_windows,
+        ranks=tuple(sorted(int(rank or 0) for rank in ranks)),
+        ep_size=first.ep_size,
+        num_slots=first.num_slots,
+        top_k=first.top_k,
+        model=first.model,
+        phase=first.phase,
+        layer_ids=first.layer_ids,
+        placements=first.placements,
+        placement_map=first.placement_map,
+        notes=[verdict_note(len(sources), copies), *dict.fromkeys(n for s in sources for n in s.notes)],
+    )

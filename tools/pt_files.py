@@ -1,0 +1,51 @@
+"""Reads torch's `.pt` files without executing pickles, on a CPU whatever device they were saved from."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from evenroute.eplb.foreign_source import damaged
+
+
+def read_pt(path: Path) -> Any:
+    """The file's content with tensors as numpy arrays; large ones stay mapped to the file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: torch is not installed, the file is cut off or damaged, or it holds classes (never executed).
+    """
+    try:
+        import torch
+    except ImportError:
+        raise ValueError(f"{path}: reading .pt files needs torch: pip install 'evenroute[rank]'") from None
+    if path.stat().st_size == 0:
+        raise damaged(path, "the file is empty")
+    mapped = zipfile.is_zipfile(path)  # the older form can only be read whole
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped or None)
+    except pickle.UnpicklingError as error:
+        text = " ".join(str(error).split())
+        if "Unsupported global" in text or "Unsupported class" in text or "WeightsUnpickler" in text:
+            name = text.split("GLOBAL ", 1)[-1].split(" was not", 1)[0][:80]
+            raise ValueError(f"{path}: holds Python objects ({name}), which are never executed") from None
+        raise damaged(path, "not a whole torch file") from None
+    except (RuntimeError, EOFError, KeyError, ValueError, AttributeError, TypeError, IndexError) as error:
+        raise damaged(path, " ".join(str(error).split())[:160] or type(error).__name__) from None
+    return _plain(data, torch)
+
+
+def _plain(value: Any, torch: Any) -> Any:
+    """Tensors -> numpy (bfloat16 -> float32), inside dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        tensor = value.detach()
+        if tensor.dtype in (torch.bfloat16, torch.float16):
+            tensor = tensor.float()
+        return tensor.numpy()
+    if isinstance(value, dict):
+        return {key: _plain(item, torch) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, torch) for item in value]
+    return value
