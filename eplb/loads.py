@@ -63,7 +63,9 @@ def slot_loads(loads: ArrayLike, placement: Placement) -> NDArray[np.float64]:
 def rank_loads(loads: ArrayLike, placement: Placement) -> NDArray[np.float64]:
     """Load of every rank, ``[L, E] -> [L, R]``."""
     slots = slot_loads(loads, placement)
-    return np.asarray(slots.reshape(placement.num_layers, placement.topology.ep_size, -1).sum(axis=2))
+    return np.asarray(
+        slots.reshape(placement.num_layers, placement.topology.ep_size, placement.num_local_slots).sum(axis=2)
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -92,7 +92,7 @@ def _check_rows(rows: NDArray[np.int32], num_logical_experts: int, ep_size: int)
     if len(missing):
         layer, expert = (int(i) for i in missing[0])
         raise ValueError(f"physical_to_logical: layer {layer} has no slot for expert {expert}")
-    by_rank = np.sort(rows.reshape(len(rows), ep_size, -1), axis=2)
+    by_rank = np.sort(rows.reshape(len(rows), ep_size, rows.shape[1] // ep_size), axis=2)
     twice = np.argwhere(by_rank[:, :, 1:] == by_rank[:, :, :-1])
     if len(twice):
         layer, rank, place = (int(i) for i in twice[0])

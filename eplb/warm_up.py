@@ -1,0 +1,28 @@
+"""Compile all planner kernels before they are needed, so that no plan of a daemon waits for a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from evenroute.eplb.planner import POLICIES, plan_placement
+from evenroute.eplb.topology import Topology
+
+Progress = Callable[[int, int, str], None]
+
+
+def warm_up(progress: Progress | None = None) -> None:
+    """Run every policy once on a tiny case; compiled code comes from the disk cache where it is there.
+
+    Args:
+        progress: called as ``progress(done, total, name)`` before each policy and once at the end.
+    """
+    loads = np.array([[8.0, 4.0, 2.0, 1.0], [1.0, 1.0, 1.0, 9.0]])
+    topology = Topology(4, 2)
+    for done, policy in enumerate(POLICIES):
+        if progress is not None:
+            progress(done, len(POLICIES), policy)
+        plan_placement(loads, topology=topology, num_slots=8, num_groups=2, policy=policy)
+    if progress is not None:
+        progress(len(POLICIES), len(POLICIES), "done")

@@ -1,0 +1,70 @@
+"""`evenroute plan`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from evenroute.eplb.placement_file import load_placement
+
+LOADS = [[0, 0, 0, 0], [100, 10, 10, 10], [1, 2, 3, 4]]
+
+
+def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    # Torch is blocked: planning must work without it.
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from evenroute.tools.cli import main; main(['plan', *sys.argv[1:]])"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def loads_file(tmp_path):
+    path = tmp_path / "loads.json"
+    path.write_text(json.dumps({"logical_count": LOADS}))
+    return path
+
+
+def test_plan_writes_a_placement_and_one_json_object(loads_file, tmp_path) -> None:
+    out = tmp_path / "placement.json"
+    done = plan(str(loads_file), "--ep-size", "2", "--num-slots", "6", "-o", str(out), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    facts = json.loads(done.stdout)
+    placement, _ = load_placement(out)
+    assert facts["digest"] == placement.digest()
+    assert facts["balancedness_predicted"]["per_layer"][0] is None
+    assert facts["balancedness_predicted"]["mean"] >= facts["balancedness_before"]["mean"]
+    again = plan(str(loads_file), "--ep-size", "2", "--num-slots", "6", "--current", str(out), "--json")
+    assert json.loads(again.stdout)["moved_slots"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ep-size", "4", "--num-slots", "6"], "nearest valid num_slots: 8"),
+        (["--ep-size", "2", "--num-slots", "6", "--policy", "magic"], "policy"),
+        (["--ep-size", "2", "--num-slots", "6", "--num-groups", "5"], "num_groups"),
+        (["--ep-size", "x", "--num-slots", "6"], "ep-size"),
+        (["--num-slots", "6"], "ep-size"),
+    ],
+)
+def test_wrong_use_is_one_line_and_status_2(loads_file, arguments: list[str], words: str) -> None:
+    done = plan(str(loads_file), *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_unreadable_files_are_named(tmp_path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text('{"logical_count": [[1, 2], [3]]}')
+    for file in (path, tmp_path / "absent.json"):
+        done = plan(str(file), "--ep-size", "2", "--num-slots", "2")
+        assert done.returncode == 2
+        assert file.name in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
