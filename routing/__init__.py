@@ -1,1 +1,1 @@
-"""The routing kernel, its reference and its tables: from gate logits to physical top-k ids."""
+"""Routing: logits in, physical top-k ids out (torch and Triton)."""

@@ -1,0 +1,107 @@
+"""Counts of logical experts on the device, and the tickets of the exact deal that lie beside them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GPU_COPIES = 32  # copies of the counts: programs spread over them, the reader sums them
+GPU_TICKET_COPIES = 8
+TICKET_STRIDE = 16  # int64 words: every ticket on a 128-byte line of its own
+TICKET_BITS = 32  # a ticket word holds count << 32 | ticket: one atomic serves both
+
+
+class ExpertCounters:
+    """How often each logical expert was chosen, ``[L, E]``, since the last `take`.
+
+    On CUDA the counts exist in several copies so that atomics do not collide. The exact deal's ticket words hold a
+    ticket in their low half (it survives `take`) and a count in their high half (`take` reads and clears it); they
+    are allocated when the first router with exact tickets asks for them.
+
+    Attributes:
+        counts   [L, copies, E] int32 on CUDA, int64 on CPU
+        tickets  [L, ticket_copies, E, stride] int64 or None
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_logical_experts: int,
+        *,
+        device: torch.device | str,
+        copies: int | None = None,
+        ticket_copies: int | None = None,
+    ) -> None:
+        if num_layers < 1 or num_logical_experts < 1:
+            raise ValueError(
+                f"num_layers={num_layers}, num_logical_experts={num_logical_experts}: both must be >= 1"
+            )
+        self.num_layers = num_layers
+        self.num_logical_experts = num_logical_experts
+        self.device = torch.device(device)
+        on_gpu = self.device.type == "cuda"
+        self.copies = copies if copies is not None else (GPU_COPIES if on_gpu else 1)
+        self.ticket_copies = (
+            ticket_copies if ticket_copies is not None else (GPU_TICKET_COPIES if on_gpu else 1)
+        )
+        self.ticket_stride = TICKET_STRIDE if on_gpu else 1
+        dtype = torch.int32 if on_gpu else torch.int64
+        self.counts = torch.zeros(
+            (num_layers, self.copies, num_logical_experts), dtype=dtype, device=self.device
+        )
+        self.tickets: Tensor | None = None
+        self._total = torch.zeros((num_layers, num_logical_experts), dtype=torch.int64, device=self.device)
+
+    def enable_tickets(self) -> Tensor:
+        """Allocate the ticket words once; the pointer is stable from then on."""
+        if self.tickets is None:
+            shape = (self.num_layers, self.ticket_copies, self.num_logical_experts, self.ticket_stride)
+            self.tickets = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        return self.tickets
+
+    def take(self, out: Tensor | None = None) -> Tensor:
+        """Counts since the last take, ``[L, E] int64``; zeroes them, keeps the tickets.
+
+        On CUDA: one small kernel and an asynchronous copy into ``out`` (pinned), both on the current stream; the
+        caller waits for an event before it reads. Without ``out`` a tensor on the counters' device is returned.
+
+        Raises:
+            ValueError: ``out`` has another shape or dtype.
+        """
+        if out is not None and (out.shape != self._total.shape or out.dtype != torch.int64):
+            raise ValueError(
+                f"out must be int64 {list(self._total.shape)}, found {out.dtype} {list(out.shape)}"
+            )
+        if self.device.type == "cuda":
+            self._take_on_device()
+        else:
+            self._take_on_host()
+        if out is None:
+            return self._total.clone()
+        return out.copy_(self._total, non_blocking=True)
+
+    def _take_on_host(self) -> None:
+        torch.sum(self.counts, dim=1, dtype=torch.int64, out=self._total)
+        self.counts.zero_()
+        if self.tickets is not None:
+            words = self.tickets[..., 0]
+            self._total += (words >> TICKET_BITS).sum(dim=1)
+            words &= (1 << 31) - 1  # also keeps the ticket far from its carry into the count
+
+    def _take_on_device(self) -> None:
+        from evenroute.routing._take_kernel import take_kernel
+
+        block = 128
+        has_tickets = self.tickets is not None
+        take_kernel[(self.num_layers, -(-self.num_logical_experts // block))](
+            self._total,
+            self.counts,
+            self.tickets if has_tickets else self.counts,
+            self.num_logical_experts,
+            COPIES=self.copies,
+            TICKET_COPIES=self.ticket_copies,
+            TICKET_STRIDE=self.ticket_stride,
+            HAS_TICKETS=has_tickets,
+            BLOCK=block,
+            num_warps=4,
+        )

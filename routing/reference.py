@@ -1,0 +1,149 @@
+"""Plain torch routing: scores, keys, choice and weights. The production path on CPU, the oracle of the kernels.
+
+The order of choice is that of a stable descending sort: by key, ties to the lowest id; experts whose key is NaN come
+after all others, -inf included; experts of dropped groups never. Everything is fp32, whatever the logits' dtype.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from evenroute.routing.config import RouterConfig
+
+FLOAT_MAX = torch.finfo(torch.float32).max
+NAN_KEY = -(2**31) + 1  # below the image of -inf
+EXCLUDED_KEY = -(2**31)
+
+
+class Scores(NamedTuple):
+    """`scores [T, E]` fp32 >= 0, NaN as 0; `keys [T, E]` fp32, NaN kept, +inf as the largest finite value."""
+
+    scores: Tensor
+    keys: Tensor
+
+
+def score_experts(
+    logits: Tensor,
+    config: RouterConfig,
+    bias: Tensor | None = None,
+    marked_bias: Tensor | None = None,
+    token_marker: Tensor | None = None,
+) -> Scores:
+    """Scores that weigh and keys that choose.
+
+    logits [T, E] any float dtype; bias [E] or [T, E]; marked_bias [E] replaces bias in rows with token_marker [T].
+    """
+    values = logits.float().clamp(max=FLOAT_MAX)
+    if config.scoring == "softmax":
+        if config.softcap is not None:
+            capped = config.softcap * torch.tanh(values / config.softcap)
+            values = torch.where(values == -torch.inf, values, capped)
+        scores = _softmax(values)
+        base = values if config.bias_domain == "logit" else torch.where(values.isnan(), values, scores)
+    elif config.scoring == "sigmoid":
+        base = torch.sigmoid(values)
+        scores = base.nan_to_num(nan=0.0)
+    else:
+        softplus = values.clamp(min=0.0) + torch.log1p(torch.exp(-values.abs()))
+        base = torch.sqrt(softplus)
+        scores = base.nan_to_num(nan=0.0)
+    row_bias = _row_bias(bias, marked_bias, token_marker)
+    keys = base if row_bias is None else (base + row_bias).clamp(max=FLOAT_MAX)
+    return Scores(scores, keys)
+
+
+def _softmax(values: Tensor) -> Tensor:
+    """Softmax over the experts that are not NaN; 0 for NaN and -inf, all 0 if there is no other."""
+    finite = values.nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=FLOAT_MAX)
+    largest = finite.amax(dim=-1, keepdim=True)
+    largest = torch.where(largest == -torch.inf, 0.0, largest)
+    exps = torch.exp(finite - largest)
+    total = exps.sum(dim=-1, keepdim=True)
+    return exps / torch.where(total > 0, total, 1.0)
+
+
+def _row_bias(bias: Tensor | None, marked: Tensor | None, marker: Tensor | None) -> Tensor | None:
+    if bias is not None:
+        bias = bias.float().clamp(max=FLOAT_MAX)
+    if marked is None or marker is None:
+        return bias
+    plain = torch.zeros_like(marked, dtype=torch.float32) if bias is None else bias
+    return torch.where(marker.bool()[:, None], marked.float().clamp(max=FLOAT_MAX), plain)
+
+
+def order_keys(keys: Tensor) -> Tensor:
+    """int32 images of fp32 keys that sort the same way; both zeros alike, NaN below -inf."""
+    bits = (keys + 0.0).view(torch.int32)
+    image = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return torch.where(keys.isnan(), NAN_KEY, image)
+
+
+def keep_groups(keys: Tensor, config: RouterConfig) -> Tensor:
+    """`[T, E]` bool: experts of the kept groups (a NaN key counts as -inf in its group's score)."""
+    rows = keys.nan_to_num(nan=-torch.inf, posinf=FLOAT_MAX, neginf=-torch.inf)
+    rows = rows.view(keys.shape[0], config.num_groups, config.num_experts // config.num_groups)
+    if config.topk_method == "greedy":
+        group_scores = rows.amax(dim=-1)
+    else:
+        group_scores = rows.topk(2, dim=-1).values.sum(dim=-1)
+    chosen = select_largest(order_keys(group_scores), config.topk_group)
+    mask = torch.zeros(group_scores.shape, dtype=torch.bool, device=keys.device)
+    mask.scatter_(1, chosen, True)
+    return mask.repeat_interleave(config.num_experts // config.num_groups, dim=1)
+
+
+def select_largest(ordered: Tensor, count: int) -> Tensor:
+    """Positions of the `count` largest int32 of each row, in the order of a stable descending sort.
+
+    Value and inverted position share one int64, so no two are equal and topk leaves nothing open.
+    """
+    width = ordered.shape[1]
+    inverted = width - 1 - torch.arange(width, device=ordered.device)
+    packed = (ordered.to(torch.int64) << 12) | inverted
+    top = torch.topk(packed, count, dim=1, sorted=True).values
+    return (width - 1) - (top & 0xFFF)
+
+
+def select_by_stable_sort(ordered: Tensor, count: int) -> Tensor:
+    """The same by a whole stable sort: the oracle of `select_largest`."""
+    return torch.sort(ordered, dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def select_experts(keys: Tensor, config: RouterConfig) -> Tensor:
+    """`keys [T, E]` -> `ids [T, K] int64`, distinct, by descending key."""
+    ordered = order_keys(keys)
+    if config.grouped:
+        ordered = torch.where(keep_groups(keys, config), ordered, EXCLUDED_KEY)
+    return select_largest(ordered, config.top_k)
+
+
+def gather_scores(scores: Scores, ids: Tensor) -> Tensor:
+    """Scores of the chosen ids `[T, K]`; 0 where the key is NaN or -inf, or the id is outside [0, E)."""
+    inside = (ids >= 0) & (ids < scores.scores.shape[1])
+    safe = torch.where(inside, ids, 0)
+    keys = scores.keys.gather(1, safe)
+    usable = inside & (keys > -torch.inf)
+    return torch.where(usable, scores.scores.gather(1, safe), 0.0)
+
+
+def finish_weights(weights: Tensor, config: RouterConfig) -> Tensor:
+    """Renormalise over the routed columns and scale, `[T, K]` fp32; never NaN or Inf."""
+    weights = weights.float().nan_to_num(nan=0.0, posinf=FLOAT_MAX, neginf=0.0)
+    if config.renormalize:
+        total = weights.sum(dim=1, keepdim=True)
+        if config.renormalize_epsilon > 0:
+            weights = weights / (total + config.renormalize_epsilon)
+        else:
+            weights = weights / torch.where(total > 0, total, 1.0)
+    if config.apply_routed_scaling_factor:
+        weights = (weights * config.routed_scaling_factor).clamp(max=FLOAT_MAX)
+    return weights
+
+
+def sort_columns(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns by rising expert id."""
+    ids, order = torch.sort(ids, dim=1, stable=True)
+    return ids, weights.gather(1, order)
