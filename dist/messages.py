@@ -205,7 +205,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes | memoryvie
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MessageError(f"frame: {_foreign_version(frame) or str(error)[:200]}") from None
+        text = " ".join(str(error).split())[:200]  # it may quote what a stranger sent: keep it to one line
+        raise MessageError(f"frame: {_foreign_version(frame) or text}") from None
 
 
 def _foreign_version(frame: bytes | memoryview) -> str | None:

@@ -1,0 +1,116 @@
+"""A `ProtocolStore` in memory: what it keeps survives a core's life, unless the test forgets it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenroute.dist.protocol_store import PlacementRow, RankWindow, Receipt, StaleEpochError, StoreError
+from evenroute.eplb.placement import Placement, row_digest
+
+
+class MemoryStore:
+    """``windows``: everything ever inserted, in order. ``failing``: writes raise StoreError and keep nothing."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+        self.windows: list[RankWindow] = []
+        self.placements: list[PlacementRow] = []
+        self.events: list[tuple[str, str]] = []
+        self.missing: dict[tuple[int, int], int] = {}
+        self.failing = False
+        self._last_seq: dict[tuple[int, int], int] = {}
+        self._rows: dict[int, tuple[NDArray[np.int32], NDArray[np.uint16] | None]] = {}
+
+    def check(self, epoch: int | None) -> None:
+        """What each transaction checks inside itself."""
+        if self.failing:
+            raise StoreError("store: disk full")
+        if epoch is not None and epoch != self.last_epoch():
+            raise StaleEpochError(f"store: epoch {self.last_epoch()} has taken over from epoch {epoch}")
+
+    def last_epoch(self) -> int:
+        return self.epochs[-1] if self.epochs else 0
+
+    def begin_epoch(self, epoch: int, *, pid: int, now: float) -> None:
+        self.check(None)
+        if epoch <= self.last_epoch():
+            raise ValueError(f"epoch: {epoch} found, expected above the store's last, {self.last_epoch()}")
+        self.epochs.append(epoch)
+
+    def last_seq(self, run: int, rank: int) -> int:
+        return self._last_seq.get((run, rank), 0)
+
+    def add_windows(
+        self,
+        windows: Sequence[RankWindow],
+        *,
+        epoch: int,
+        now: float,
+        num_sources: int,
+        keep_rank_detail: bool = False,
+    ) -> list[Receipt]:
+        self.check(epoch)
+        receipts = []
+        for window in windows:
+            last = self.last_seq(window.run, window.rank)
+            stored = window.seq > last
+            receipts.append(Receipt(window, stored, window.seq - last - 1 if stored else 0))
+            if stored:
+                self._last_seq[window.run, window.rank] = window.seq
+                self.windows.append(window)
+                missing = self.missing.get((window.run, window.rank), 0)
+                self.missing[window.run, window.rank] = missing + window.seq - last - 1
+        return receipts
+
+    def add_placement(
+        self,
+        placement: Placement,
+        *,
+        epoch: int,
+        version: int,
+        now: float,
+        moves: NDArray[np.int64],
+        policy: str,
+        reason: str,
+        balancedness_before: float | None = None,
+        balancedness_predicted: float | None = None,
+    ) -> None:
+        self.check(epoch)
+        self._insert(
+            PlacementRow(
+                now,
+                epoch,
+                version,
+                placement,
+                balancedness_before,
+                balancedness_predicted,
+                moves,
+                policy,
+                reason,
+            )
+        )
+
+    def _insert(self, row: PlacementRow) -> None:
+        key = (row.epoch, row.version)
+        assert all((known.epoch, known.version) != key for known in self.placements), "a key is used twice"
+        self.placements.append(row)
+        for layer in range(row.placement.num_layers):
+            slots, shares = row.placement.row(layer)
+            self._rows.setdefault(row_digest(slots, shares), (slots, shares))
+
+    def newest_placement(self) -> PlacementRow | None:
+        return max(self.placements, key=lambda row: (row.epoch, row.version), default=None)
+
+    def keep_row(
+        self, digest: int, slots: NDArray[np.int32], shares: NDArray[np.uint16] | None, *, epoch: int | None
+    ) -> None:
+        self.check(epoch)
+        self._rows.setdefault(digest, (slots, shares))
+
+    def find_row(self, digest: int) -> tuple[NDArray[np.int32], NDArray[np.uint16] | None] | None:
+        return self._rows.get(digest)
+
+    def add_event(self, kind: str, text: str, *, epoch: int | None, now: float) -> None:
+        self.check(epoch)
+        self.events.append((kind, text))
