@@ -72,7 +72,8 @@ def _from_logical_count(path: Path, data: dict[str, Any]) -> LoadSource:
             with reading(path):
                 counts = check_counts(steps[index], f"step {index}")
             if counts.any() or steps.shape[0] == 1:
-                yield Window(counts, first_step=index, last_step=index)
+                number = index if stack.ndim == 3 else None
+                yield Window(counts, first_step=number, last_step=number)
 
     notes = []
     empty = sum(1 for step in steps if not step.any())
