@@ -1,0 +1,53 @@
+"""An engine of your own: torchrun --standalone --nproc-per-node 2 examples/minimal_engine.py [REBALANCER]"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from evenroute.dist.agent import AgentConfig, RankAgent
+from evenroute.eplb.placement import Placement
+from evenroute.eplb.topology import Topology
+from evenroute.routing.config import RouterConfig
+from evenroute.routing.counters import ExpertCounters
+from evenroute.routing.router import Router
+from evenroute.routing.tables import DispatchTables
+
+LAYERS, EXPERTS, SLOTS, TOP_K, HIDDEN = 4, 32, 40, 4, 64
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)  # the same gates on every rank
+gates = [torch.nn.Linear(HIDDEN, EXPERTS) for _ in range(LAYERS)]
+placement = Placement.initial(LAYERS, EXPERTS, SLOTS, Topology(dist.get_world_size()))
+tables = DispatchTables(placement, ep_rank=dist.get_rank(), device="cpu")
+counters = ExpertCounters(LAYERS, EXPERTS, device="cpu")
+router = Router(RouterConfig(EXPERTS, TOP_K), tables, counters)
+config = AgentConfig(rebalancer=sys.argv[1] if len(sys.argv) > 1 else "", top_k=TOP_K)
+agent = RankAgent.start(
+    config, placement=placement, tables=tables, counters=counters, ep_group=dist.group.WORLD
+)
+
+
+@torch.no_grad()
+def forward(hidden: torch.Tensor) -> torch.Tensor:
+    agent.step(len(hidden))  # once a forward pass, on every rank, before its routing
+    for layer, gate in enumerate(gates):
+        routed = router(
+            gate(hidden), layer
+        )  # weights and physical_ids [tokens, top_k]; counted in the same call
+        hidden = hidden + experts(hidden, routed.physical_ids, routed.weights)
+    return hidden
+
+
+def experts(hidden: torch.Tensor, physical_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Stands for your dispatch, grouped GEMM and combine: slot p is on rank p // (SLOTS // ranks)."""
+    assert int(physical_ids.min()) >= 0
+    assert int(physical_ids.max()) < SLOTS
+    return torch.tanh(hidden) * weights.sum(dim=1, keepdim=True)
+
+
+for _ in range(200):
+    forward(torch.randn(128, HIDDEN))
+agent.close()
+print(f"rank {dist.get_rank()}: routed with placement {agent.key}")
+dist.destroy_process_group()
