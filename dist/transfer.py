@@ -66,6 +66,12 @@ class LayerTransfer:
         dests += [receive.dest for one in self.rounds for receive in one]
         return tuple(sorted(dests))
 
+    def moved_on(self, rank: int) -> list[int]:
+        """Local slots of ``rank`` whose content changes, ascending."""
+        return [
+            slot - rank * self.num_local_slots for slot in self.moved if slot // self.num_local_slots == rank
+        ]
+
 
 @dataclass(frozen=True)
 class Piece:

@@ -1,0 +1,134 @@
+"""The experts of one rank as a function of rows sorted by local slot: torch's grouped matmul on CUDA, a plain loop
+elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+ROW_BLOCK = 16  # rows that the loop multiplies at once
+
+
+class ExpertCompute(Protocol):
+    """What an EP layer needs of its experts."""
+
+    num_slots: int
+
+    def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """``rows [M, H]`` sorted by local slot, ``ends [num_slots] int32`` the end of each slot's rows -> ``[M, H]``.
+        Rows from ``ends[-1]`` on are padding: what comes out for them is undefined."""
+
+
+def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """``rows [M, K]`` times ``weights [G, N, K]`` of its group -> ``[M, N]``: torch's own, whatever it is called."""
+    function: Any = getattr(functional, "grouped_mm", None) or torch._grouped_mm
+    product: Tensor = function(rows, weights.transpose(-2, -1), offs=ends)
+    return product
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``[M, 2 I]`` (gate, up) -> ``silu(gate) * up [M, I]``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def expert_mlp(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """One expert: ``rows [M, H]``, ``gate_up [2 I, H]``, ``down [H, I]`` -> ``[M, H]``."""
+    return functional.linear(swiglu(functional.linear(rows, gate_up)), down)
+
+
+def blocks(rows: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Blocks of exactly `ROW_BLOCK` rows, the last one padded with zeros, and how many of them count.
+
+    Products of one shape only: a row's bits do not depend on how many rows its expert happens to get, so that a switch
+    that only moves experts changes no output bit.
+    """
+    for start in range(0, rows.shape[0], ROW_BLOCK):
+        part = rows[start : start + ROW_BLOCK]
+        count = int(part.shape[0])
+        yield functional.pad(part, (0, 0, 0, ROW_BLOCK - count)), count
+
+
+class SwiGluExperts:
+    """Experts with ``gate_up [slots, 2 I, H]`` and ``down [slots, H, I]``; their memory is read at each call, so a
+    migration may write into it between calls.
+
+    bf16 on CUDA uses the grouped matmul and never synchronises; anything else reads ``ends`` on the host.
+    """
+
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        slots, wide, hidden = gate_up.shape
+        if down.shape != (slots, hidden, wide // 2) or wide % 2:
+            raise ValueError(
+                f"gate_up {list(gate_up.shape)} and down {list(down.shape)} must be [slots, 2 I, H] and [slots, H, I]"
+            )
+        self.gate_up, self.down = gate_up, down
+        self.num_slots = int(slots)
+
+    def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """See `ExpertCompute`."""
+        if rows.is_cuda and rows.dtype == torch.bfloat16:
+            return grouped_mm(swiglu(grouped_mm(rows, self.gate_up, ends)), self.down, ends)
+        return loop_over_slots(self, rows, ends)
+
+    def slot(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Weights of one slot."""
+        return self.gate_up[slot], self.down[slot]
+
+
+class BlockScaledExperts:
+    """Quantised experts: ``gate_up``, ``down`` in a narrow dtype (fp8) and a float scale for each block of
+    ``block x block`` weights, ``[slots, ceil(rows / block), ceil(columns / block)]``. Multiplies in ``dtype``; a plain
+    loop, for trying placements and for tests."""
+
+    def __init__(
+        self,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        *,
+        block: int = 128,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        for name, weight, scale in (("gate_up", gate_up, gate_up_scale), ("down", down, down_scale)):
+            wanted = (weight.shape[0], -(-weight.shape[1] // block), -(-weight.shape[2] // block))
+            if scale.shape != wanted:
+                raise ValueError(f"{name}_scale must have shape {list(wanted)}, found {list(scale.shape)}")
+        self.tensors = (gate_up, gate_up_scale, down, down_scale)
+        self.block, self.dtype = block, dtype
+        self.num_slots = int(gate_up.shape[0])
+
+    def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """See `ExpertCompute`."""
+        return loop_over_slots(self, rows, ends)
+
+    def slot(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Weights of one slot, dequantised."""
+        gate_up, gate_up_scale, down, down_scale = (tensor[slot] for tensor in self.tensors)
+        return self._dequantise(gate_up, gate_up_scale), self._dequantise(down, down_scale)
+
+    def _dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:
+        wide = scale.repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)
+        return weight.to(self.dtype) * wide[: weight.shape[0], : weight.shape[1]].to(self.dtype)
+
+
+class _Slots(Protocol):
+    def slot(self, slot: int) -> tuple[Tensor, Tensor]: ...
+
+
+def loop_over_slots(experts: _Slots, rows: Tensor, ends: Tensor) -> Tensor:
+    """The plain loop; reads ``ends`` on the host. Rows of padding come out as zeros."""
+    out = torch.zeros_like(rows)
+    start = 0
+    for slot, end in enumerate(ends.tolist()):
+        if end > start:
+            gate_up, down = experts.slot(slot)
+            parts = [expert_mlp(part, gate_up, down)[:count] for part, count in blocks(rows[start:end])]
+            out[start:end] = torch.cat(parts).to(out.dtype)
+        start = end
+    return out
