@@ -145,6 +145,30 @@ class StoreReader:
             counts = counts_from_blob(blob, job.num_layers, job.num_logical_experts)  # type: ignore[arg-type]
             yield RankWindow(*head, counts=counts)  # type: ignore[arg-type, misc]
 
+    def recorded(
+        self, *, run: int, start: float, end: float | None, rank: int | None, offset: int, limit: int
+    ) -> list[WindowRow]:
+        """Windows of `run` stored from `start` to `end`, fleet-wide or of one rank, by step: a page of them."""
+        job = self._job_of(self.jobs(), run)
+        if rank is None:
+            query = (
+                "SELECT run, time, epoch, first_step, last_step, tokens, rank_steps, num_rank_windows, num_sources, "
+                "rolled_up, crc, counts FROM windows WHERE run = ?1 AND time >= ?2 AND time <= ?3 "
+                "ORDER BY last_step LIMIT ?5 OFFSET ?6"
+            )
+        else:
+            query = (
+                "SELECT run, time, 0, first_step, last_step, tokens, last_step - first_step + 1, 1, 1, 0, NULL, counts "
+                "FROM rank_windows WHERE run = ?1 AND time >= ?2 AND time <= ?3 AND rank = ?4 "
+                "ORDER BY seq LIMIT ?5 OFFSET ?6"
+            )
+        found = []
+        bounds = (run, start, 1e300 if end is None else end, rank, limit, offset)
+        for *head, crc, blob in self._rows(query, bounds):
+            counts = counts_from_blob(blob, job.num_layers, job.num_logical_experts, crc=crc)  # type: ignore[arg-type]
+            found.append(WindowRow(*head, counts=counts))  # type: ignore[arg-type, misc]
+        return found
+
     def rank_states(self, run: int | None = None) -> list[RankState]:
         """How completely each rank's stream is held, by run and rank."""
         query = (

@@ -1,0 +1,476 @@
+"""The rank's agent: what an engine calls once a step. Drives the protocol's rank core; routing never waits for it.
+
+agent = RankAgent.start(config, placement=placement, tables=tables, counters=counters, ep_group=group)
+for batch in batches:
+    agent.step(batch.num_tokens)   # before the step's routing, on every rank, idle ones too
+    ...                            # route all layers
+agent.close()
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as torch_dist
+from numpy.typing import NDArray
+from torch.distributed import ProcessGroup
+
+from evenroute.dist.address import parse_address
+from evenroute.dist.agent_thread import AgentThread, Take
+from evenroute.dist.agreement import Action, Commit, Discard, Key, Open
+from evenroute.dist.config import AgentConfig
+from evenroute.dist.job_start import JobStartConfig, JobStartCore, StartedJob, decode_started, encode_started
+from evenroute.dist.keys import load_client_keys
+from evenroute.dist.link import DealerLink
+from evenroute.dist.messages import (
+    DEFAULT_FRAME_LIMIT,
+    NO_KEY,
+    JobShape,
+    MessageError,
+    Up,
+    decode_down,
+    encode,
+)
+from evenroute.dist.mover import LayerMover, TablesOnly, TableUpdater
+from evenroute.dist.process_groups import RollCall, new_cpu_group
+from evenroute.dist.rank_core import RankConfig, RankCore
+from evenroute.dist.stream_core import Unsent
+from evenroute.dist.votes import VoteError, VoteThread
+from evenroute.eplb.placement import Placement
+
+__all__ = ["AgentConfig", "RankAgent", "StepResult", "VoteError"]
+
+logger = logging.getLogger("evenroute.dist.agent")
+
+_NUM_BUFFERS = 3  # takes under way at once; with none free, counts stay on the device until the next take
+
+
+class Counters(Protocol):
+    """The part of `routing.counters.ExpertCounters` that the agent needs."""
+
+    num_layers: int
+    num_logical_experts: int
+    device: torch.device
+
+    def take(self, out: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StepResult:
+    """What the coming step is routed with.
+
+    step         number of the step, from 0
+    key          (epoch, version) if all layers have the same, else None (a switch is under way)
+    layer_keys   int64 [L, 2], read-only: (epoch, version) of each layer
+    switched     layers whose row changed just now
+    counted      whether the routing of this step is counted
+    """
+
+    step: int
+    key: Key | None
+    layer_keys: NDArray[np.int64]
+    switched: tuple[int, ...]
+    counted: bool
+
+
+class _HostBuffer:
+    """int64 [L, E] on the host (pinned beside a GPU), and the event that says when the copy is done."""
+
+    def __init__(self, counters: Counters) -> None:
+        on_gpu = counters.device.type == "cuda"
+        shape = (counters.num_layers, counters.num_logical_experts)
+        self.tensor = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+        self.counts: NDArray[np.int64] = self.tensor.numpy()
+        self._event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def mark(self) -> None:
+        """The copy is enqueued on the current stream."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until the copy is done (agent thread)."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class RankAgent:
+    """One rank of a job; make it with `start`. `step` and `close` are called by the forward thread."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        started: StartedJob,
+        *,
+        counters: Counters,
+        mover: LayerMover,
+        vote_group: ProcessGroup,
+        link: DealerLink | None,
+    ) -> None:
+        start = started.version()
+        self.config = config
+        self.run = started.run
+        self.rank = torch_dist.get_rank(vote_group)
+        self._lock = threading.Lock()
+        rank_config = RankConfig(
+            agree_every=config.agree_every,
+            num_buffers=mover.num_buffers,
+            heartbeat_s=config.heartbeat_s,
+            resend_s=config.resend_s,
+        )
+        self._core = RankCore(started, rank=self.rank, config=rank_config, start=start)
+        self._mover = mover
+        self._counters = counters
+        self._group = vote_group
+        roll_call = RollCall(run=started.run, rank=self.rank, ep_size=started.job.ep_size)
+        self._votes = VoteThread(vote_group, limit_s=config.vote_limit_s, who_is_missing=roll_call.missing)
+        self._thread = AgentThread(self._core, self._lock, link)
+        self._reports = self.rank == 0 or not config.shared_counts
+        self._free: deque[_HostBuffer] = deque(_HostBuffer(counters) for _ in range(_NUM_BUFFERS))
+        self._step = 0
+        self._first_step = 0  # of the window that is being counted
+        self._tokens = 0
+        self._counting = True
+        self._error_told = False
+        self._closed = False
+        self._placement: Placement | None = start.placement
+        self._key: Key | None = start.key
+        self._layer_keys = self._frozen_keys()
+        self.takes_skipped = 0  # no buffer was free: the counts came with a later take
+
+    # ---------------------------------------------------------------------------------------- start
+
+    @classmethod
+    def start(
+        cls,
+        config: AgentConfig,
+        *,
+        placement: Placement,
+        tables: TableUpdater,
+        counters: Counters,
+        ep_group: ProcessGroup,
+        mover: LayerMover | None = None,
+    ) -> RankAgent:
+        """Start a job; every rank of `ep_group` (CPU/gloo, in EP rank order) calls it with the same arguments.
+
+        Rank 0 asks the rebalancer for its newest placement (up to `start_limit_s`; without an answer the job starts
+        with `placement`, or ends if a rebalancer is required) and tells all; tables, and weights if there is a
+        `mover`, hold the agreed one when this returns. Raises TimeoutError or RuntimeError naming operation and limit.
+        """
+        rank = torch_dist.get_rank(ep_group)
+        job = _job_shape(config, placement)
+        if rank >= job.ep_size or torch_dist.get_world_size(ep_group) != job.ep_size:
+            raise ValueError(
+                f"ep_group: {torch_dist.get_world_size(ep_group)} ranks found, the placement is for {job.ep_size}"
+            )
+        vote_group = new_cpu_group(ep_group, limit_s=config.vote_limit_s)
+        link = _connect(config)
+        try:
+            started = _agree_on_start(config, job, placement, rank, vote_group, link)
+            mover = TablesOnly(tables) if mover is None else mover
+            mover.load(started.version().placement)
+            counters.take()  # whatever ran before the job (warm-up) is no load of it
+            agent = cls(config, started, counters=counters, mover=mover, vote_group=vote_group, link=link)
+        except BaseException:
+            if link is not None:
+                link.close(linger_ms=0)
+            raise
+        agent._thread.start()
+        if rank == 0:
+            source = (
+                "the rebalancer" if started.epoch else "this job's start placement, no rebalancer was heard"
+            )
+            logger.info(
+                "run %x: %d ranks, placement %s from %s", started.run, job.ep_size, started.key, source
+            )
+        return agent
+
+    # ----------------------------------------------------------------------------------------- step
+
+    def step(self, num_tokens: int, *, count: bool = True) -> StepResult:
+        """Begin a step of `num_tokens` rows on this rank, before its routing; every rank calls it equally often.
+
+        `count=False` leaves the step's routing out of the counts (warm-up, dummy, draft passes). Raises VoteError when
+        the ranks cannot agree any more, and RuntimeError when a transfer failed: the job has to end.
+        """
+        step = self._step
+        switched: tuple[int, ...] = ()
+        if self._counting != count or (step % self.config.window_steps == 0 and step > self._first_step):
+            self._take(step, count)
+        if step % self.config.agree_every == 0:
+            switched = self._agree(step)
+        self._mover.advance()
+        if count:
+            self._tokens += num_tokens
+        self._step = step + 1
+        return StepResult(step, self._key, self._layer_keys, switched, count)
+
+    def _take(self, step: int, count: bool) -> None:
+        """End the window before `step`; counts of uncounted steps are thrown away."""
+        wanted = self._counting and self._reports
+        if wanted and step > self._first_step:
+            if not self._free:
+                if self._counting == count:
+                    self.takes_skipped += 1
+                    return
+                self._wait_for_buffer()
+            buffer = self._free.popleft()
+            self._counters.take(buffer.tensor)
+            buffer.mark()
+            self._thread.hand_over(Take(self._first_step, step - 1, self._tokens, buffer, self._free.append))
+        else:
+            self._counters.take()
+        self._first_step, self._tokens, self._counting = step, 0, count
+
+    def _wait_for_buffer(self) -> None:
+        # Only where counted steps end and the agent's thread is three takes behind; it never waits for the network.
+        deadline = time.monotonic() + self.config.vote_limit_s
+        while not self._free:
+            if time.monotonic() > deadline:
+                raise RuntimeError("agent: its thread took no counts for too long; it has died")
+            time.sleep(0.0005)
+
+    def _agree(self, step: int) -> tuple[int, ...]:
+        vote = step // self.config.agree_every
+        switched: tuple[int, ...] = ()
+        core = self._core
+        if vote:
+            reduced = self._votes.wait(vote - 1, self._describe)
+            with self._lock:
+                actions = core.decide(vote - 1, reduced)
+            if actions:
+                switched = self._carry_out(actions)
+        # Without a target the mover still counts the last one's layers.
+        has_target = core.state.target is not None
+        staged = self._mover.staged() if has_target else 0
+        error = self._mover.error() if has_target else None
+        if error is not None and not self._error_told:
+            logger.error("rank %d: %s is refused: %s", self.rank, self._describe(), error)
+            self._error_told = True
+        with self._lock:
+            core.set_staged(staged)
+            core.set_error(error is not None)
+            vector = core.vote()
+        self._votes.post(vote, vector)
+        return switched
+
+    def _carry_out(self, actions: list[Action]) -> tuple[int, ...]:
+        switched = []
+        for action in actions:
+            match action:
+                case Discard():
+                    self._mover.discard()
+                    self._error_told = False
+                case Open(layer, live_row, target_row):
+                    self._mover.open_layer(layer, live_row, target_row)
+                case Commit(layer, row, _):
+                    self._mover.commit_layer(layer, row)
+                    switched.append(layer)
+        if switched:
+            self._placement = None
+            self._layer_keys = self._frozen_keys()
+            first = self._core.state.live_keys[0]
+            self._key = first if all(key == first for key in self._core.state.live_keys) else None
+        self._thread.wake()  # the status of the change goes out at once
+        return tuple(switched)
+
+    def _frozen_keys(self) -> NDArray[np.int64]:
+        keys = np.array(self._core.state.live_keys, dtype=np.int64).reshape(-1, 2)
+        keys.flags.writeable = False
+        return keys
+
+    def _describe(self) -> str:
+        state = self._core.state
+        version = f"version {state.target.key}" if state.target is not None else "no version under way"
+        transfer = self._mover.in_flight()
+        return f"step {self._step}, {version}" + (f", {transfer}" if transfer else "")
+
+    # ---------------------------------------------------------------------------------------- state
+
+    @property
+    def key(self) -> Key | None:
+        """(epoch, version) that all layers have; None while layers differ."""
+        return self._key
+
+    @property
+    def layer_keys(self) -> NDArray[np.int64]:
+        """int64 [L, 2], read-only."""
+        return self._layer_keys
+
+    @property
+    def placement(self) -> Placement:
+        """What is routed with now, rows of different versions side by side."""
+        if self._placement is None:
+            self._placement = self._core.live_placement()
+        return self._placement
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why placements were refused by this rank, the last ten."""
+        return list(self._core.counters.refusals)
+
+    def unsent(self) -> Unsent:
+        """Counts not known to be stored."""
+        with self._lock:
+            return self._core.unsent()
+
+    # ---------------------------------------------------------------------------------------- close
+
+    def close(self, limit_s: float | None = None) -> bool:
+        """Send what is counted, wait up to `limit_s` (default `close_limit_s`) for its receipt, end the threads.
+
+        True if all of it is known to be stored. Harmless when repeated.
+        """
+        if self._closed:
+            return True
+        self._closed = True
+        limit_s = self.config.close_limit_s if limit_s is None else limit_s
+        if self._step > self._first_step and self._free:
+            self._take(self._step, count=True)
+        if self.config.rebalancer:
+            done = self._thread.close(limit_s)
+        else:
+            self._thread.close(0.0)
+            done = True
+        if not done:
+            unsent = self.unsent()
+            logger.warning(
+                "rank %d: not known to be stored: %d tokens in flight (steps %s), %d tokens unsent (steps %s)",
+                self.rank,
+                unsent.in_flight_tokens,
+                unsent.in_flight_steps,
+                unsent.open_tokens,
+                unsent.open_steps,
+            )
+        if not self._votes.close(min(2.0, limit_s)):
+            logger.warning(
+                "rank %d: the last vote is still under way; its thread ends with the process", self.rank
+            )
+        return done
+
+    def __enter__(self) -> RankAgent:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _job_shape(config: AgentConfig, placement: Placement) -> JobShape:
+    return JobShape(
+        num_layers=placement.num_layers,
+        num_logical_experts=placement.num_logical_experts,
+        num_slots=placement.num_slots,
+        ep_size=placement.topology.ep_size,
+        num_nodes=placement.topology.num_nodes,
+        top_k=config.top_k,
+        shared_counts=config.shared_counts,
+        model=config.model,
+    )
+
+
+def _connect(config: AgentConfig) -> DealerLink | None:
+    if not config.rebalancer:
+        return None
+    keys = load_client_keys(Path(config.keys)) if config.keys else None
+    address = parse_address(config.rebalancer, field="agent.rebalancer")
+    return DealerLink(address, keys=keys, max_message_bytes=DEFAULT_FRAME_LIMIT)
+
+
+def _agree_on_start(
+    config: AgentConfig,
+    job: JobShape,
+    placement: Placement,
+    rank: int,
+    group: ProcessGroup,
+    link: DealerLink | None,
+) -> StartedJob:
+    """Rank 0 decides, all hear it; an error of rank 0 is everybody's error."""
+    data: bytes | None = None
+    failure: Exception | None = None
+    if rank == 0:
+        try:
+            data = encode_started(_ask_snapshot(config, job, placement, link))
+        except (TimeoutError, OSError) as error:
+            failure = error
+    with _naming("job start: broadcast of the start placement"):
+        data = _broadcast(data, group)
+    if failure is not None:
+        raise failure
+    if not data:
+        raise TimeoutError("job start: rank 0 got no placement (see its message)")
+    started = decode_started(data)
+    mine = placement.digest()
+    if started.key == NO_KEY and started.version().digest != mine:
+        raise RuntimeError(
+            f"job start: rank {rank} has a start placement with digest {mine:#x}, rank 0 one with "
+            f"{started.version().digest:#x}; all ranks need the same"
+        )
+    if started.job != job:
+        raise RuntimeError(
+            f"job start: rank {rank} has {job}, rank 0 has {started.job}; all ranks need the same"
+        )
+    return started
+
+
+@contextmanager
+def _naming(operation: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{operation}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _broadcast(data: bytes | None, group: ProcessGroup) -> bytes:
+    """Rank 0's bytes on all ranks; empty when rank 0 has none."""
+    size = torch.tensor([len(data or b"")], dtype=torch.int64)
+    torch_dist.broadcast(size, group=group, group_src=0)
+    body = torch.zeros(int(size), dtype=torch.uint8)
+    if data:
+        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if len(body):
+        torch_dist.broadcast(body, group=group, group_src=0)
+    return body.numpy().tobytes()
+
+
+def _ask_snapshot(
+    config: AgentConfig, job: JobShape, placement: Placement, link: DealerLink | None
+) -> StartedJob:
+    limit_s = config.start_limit_s if link is not None else 0.001
+    settings = JobStartConfig(
+        time_limit_s=limit_s, resend_s=min(0.25, limit_s), required=config.require_rebalancer
+    )
+    core = JobStartCore(job, placement, settings, secrets.randbits)
+    out: list[Up] = core.begin(time.monotonic())
+    while True:
+        if link is not None:
+            sent = [link.send(encode(message)) for message in out]
+            link.socket.poll(20 if not all(sent) else 50)
+            for frames in link.receive(16):
+                _take_answer(core, frames)
+        result = core.result(time.monotonic())
+        if result is not None:
+            if core.refused:
+                logger.warning("job start: %s", core.refused)
+            return result
+        out = core.tick(time.monotonic())
+
+
+def _take_answer(core: JobStartCore, frames: list[bytes]) -> None:
+    try:
+        core.receive(decode_down(frames[0]))
+    except MessageError as error:
+        logger.warning("job start: frame of the rebalancer refused: %s", error)

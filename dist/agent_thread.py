@@ -1,0 +1,171 @@
+"""The agent's thread: the only one that touches the rank's socket. It encodes, sends, receives and keeps time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from evenroute.dist.link import DealerLink
+from evenroute.dist.messages import MessageError, Up, decode_down, encode
+from evenroute.dist.rank_core import RankCore
+
+logger = logging.getLogger("evenroute.dist.agent")
+
+_MAX_WAIT_S = 0.5
+_RECEIVE_BATCH = 32
+
+
+class CountBuffer(Protocol):
+    """A take under way: `wait` until the counts are on the host, then `counts` int64 [L, E]."""
+
+    counts: NDArray[np.int64]
+
+    def wait(self) -> None: ...
+
+
+@dataclass
+class Take:
+    """Counts of steps first_step..last_step (inclusive), `tokens` rows, in a buffer that goes back to `release`."""
+
+    first_step: int
+    last_step: int
+    tokens: int
+    buffer: CountBuffer
+    release: Callable[[Any], None]
+
+
+class AgentThread:
+    """Drives a `RankCore` under its lock between a `DealerLink` (None: no rebalancer) and the forward thread."""
+
+    def __init__(self, core: RankCore, lock: threading.Lock, link: DealerLink | None) -> None:
+        self.core = core
+        self.lock = lock
+        self.frames_refused = 0
+        self.errors = 0
+        self._link = link
+        self._takes: deque[Take] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = False
+        self._pending_takes = 0
+        self._thread = threading.Thread(target=self._run, name="evenroute-agent", daemon=True)
+
+    def start(self) -> None:
+        """Begin; the first status goes out at once."""
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------- forward thread
+
+    def wake(self) -> None:
+        """Something is due. Microseconds, never waits."""
+        with suppress(BlockingIOError):  # the counter is full: it is awake anyway
+            os.eventfd_write(self._wake, 1)
+
+    def hand_over(self, take: Take) -> None:
+        """Give a take to this thread, which sends it."""
+        self._takes.append(take)
+        self.wake()
+
+    # --------------------------------------------------------------------------------- agent thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        if self._link is not None:
+            poller.register(self._link.socket, zmq.POLLIN)
+            poller.register(self._link.monitor, zmq.POLLIN)
+        while not self._stopping:
+            try:
+                poller.poll(self._wait_ms())
+                self._turn()
+            except Exception:  # the control plane never stops routing; it goes on with the next turn
+                self.errors += 1
+                if self.errors <= 10:
+                    logger.exception("agent thread: error %d, goes on", self.errors)
+                time.sleep(0.05)
+
+    def _wait_ms(self) -> int:
+        with self.lock:
+            due = self.core.next_time() - time.monotonic()
+        return max(0, math.ceil(1000.0 * min(due, _MAX_WAIT_S)))
+
+    def _turn(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while self._takes:
+            self._add_take(self._takes.popleft())
+        if self._link is None:
+            with self.lock:
+                self.core.tick(time.monotonic())  # nobody hears it, but its clock goes on
+            return
+        if self._link.connected_anew():
+            with self.lock:
+                out = self.core.reconnected(time.monotonic())
+            self._send(out)
+        for frames in self._link.receive(_RECEIVE_BATCH):
+            self._receive(frames)
+        with self.lock:
+            out = self.core.tick(time.monotonic())
+        self._send(out)
+
+    def _add_take(self, take: Take) -> None:
+        take.buffer.wait()
+        with self.lock:
+            out = self.core.add_counts(
+                take.first_step, take.last_step, take.tokens, take.buffer.counts, time.monotonic()
+            )
+        take.release(take.buffer)
+        self._send(out)
+
+    def _receive(self, frames: list[bytes]) -> None:
+        try:
+            if len(frames) != 1:
+                raise MessageError(f"frames: {len(frames)} found, expected 1")
+            prepared = self.core.prepare(decode_down(frames[0]))
+        except MessageError as error:
+            self.frames_refused += 1
+            if self.frames_refused <= 10:
+                logger.warning("frame of the rebalancer refused: %s", error)
+            return
+        with self.lock:
+            out = self.core.receive(prepared, time.monotonic())
+        self._send(out)
+
+    def _send(self, messages: Iterable[Up]) -> None:
+        for message in messages:
+            if self._link is not None:
+                self._link.send(encode(message))
+
+    # ---------------------------------------------------------------------------------------- close
+
+    def drained(self) -> bool:
+        """Whether everything counted is known to be stored."""
+        with self.lock:
+            unsent = self.core.unsent()
+        return not self._takes and unsent.in_flight_steps is None and unsent.open_steps is None
+
+    def close(self, limit_s: float) -> bool:
+        """Wait up to `limit_s` for what is unsent, then stop and close the socket; False if something is unsent."""
+        deadline = time.monotonic() + limit_s
+        while self._thread.is_alive() and not self.drained() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        done = self.drained()
+        self._stopping = True
+        self.wake()
+        self._thread.join(2.0)
+        if not self._thread.is_alive():
+            if self._link is not None:
+                self._link.close(linger_ms=100)
+            os.close(self._wake)
+        return done

@@ -1,0 +1,366 @@
+"""Settings of the rebalancer and of the rank agent: frozen dataclasses, one strict TOML file, one place for defaults.
+
+A file has the tables [rebalancer], [planner], [security] and [agent]; each key is a field of the dataclass of that
+name. Unknown keys are refused with the nearest known one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evenroute.dist.address import check_bind, parse_address
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+POLICIES = ("auto", "global", "hierarchical", "incremental", "weighted")
+INTERVAL_UNITS = ("seconds", "windows")
+
+
+def _require(section: str, name: str, value: object, good: bool, allowed: str) -> None:
+    if not good:
+        raise ValueError(f"{section}.{name}: {value!r} found, expected {allowed}")
+
+
+@dataclass(frozen=True)
+class RebalancerSettings:
+    """The process: where it listens, what it keeps, how long things may take. Times in seconds.
+
+    `store` "" means a missing setting (the command line gives it, or `--check-config` tells).
+    """
+
+    bind: str = ""
+    store: str = ""
+    metrics_bind: str = ""  # HOST:PORT of the Prometheus endpoint, "" = none; port 0 is an automatic one
+    ready_file: str = ""  # JSON with the bound addresses, the pid and the epoch, written once it serves
+    log_level: str = "info"
+    keep_windows_s: float = (
+        3600.0  # fleet-wide windows stay single for so long, then are summed per roll_up_s
+    )
+    roll_up_s: float = 3600.0
+    max_message_bytes: int = 8 * 1024 * 1024  # the largest window of kimi-k3 has 0.7 MB
+    max_rank_silence_s: float = 10.0  # a rank not heard for so long is reported missing
+    version_limit_s: float = 30.0  # first time-out of a version that is not taken up; doubles
+    listen_s: float = 10.0  # at start: ranks of a known run are waited for so long
+    end_limit_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "keep_windows_s",
+            "roll_up_s",
+            "max_rank_silence_s",
+            "version_limit_s",
+            "listen_s",
+            "end_limit_s",
+        ):
+            _require("rebalancer", name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
+        _require(
+            "rebalancer", "log_level", self.log_level, self.log_level in LOG_LEVELS, " | ".join(LOG_LEVELS)
+        )
+        _require(
+            "rebalancer",
+            "max_message_bytes",
+            self.max_message_bytes,
+            self.max_message_bytes >= 65536,
+            ">= 65536",
+        )
+        if self.bind:
+            parse_address(self.bind, field="rebalancer.bind")
+        if self.metrics_bind:
+            address = parse_address(f"tcp://{self.metrics_bind}", field="rebalancer.metrics_bind")
+            _require("rebalancer", "metrics_bind", self.metrics_bind, address.ipc_path is None, "HOST:PORT")
+
+
+@dataclass(frozen=True)
+class PlannerSettings:
+    """When and how a placement is planned.
+
+    `interval` counts `interval_unit`s between two plans; loads are those since the last plan. A plan needs at least
+    `min_tokens` counted tokens and is published if it predicts at least `min_gain` more balancedness.
+    """
+
+    enabled: bool = True
+    interval: float = 60.0
+    interval_unit: str = "seconds"
+    min_tokens: int = 1
+    min_gain: float = 0.0
+    policy: str = "auto"
+    num_groups: int = 1
+    target: float | None = None
+    max_moves: int | None = None
+    time_limit_s: float = 60.0
+    degraded_after: int = 3  # intervals without a successful plan
+    function: str = "evenroute.eplb.planner:plan_placement"  # MODULE:FUNCTION of the same signature
+
+    def __post_init__(self) -> None:
+        _require("planner", "interval", self.interval, self.interval > 0, "a number above 0")
+        _require(
+            "planner",
+            "interval_unit",
+            self.interval_unit,
+            self.interval_unit in INTERVAL_UNITS,
+            "seconds | windows",
+        )
+        if self.interval_unit == "windows":
+            _require(
+                "planner",
+                "interval",
+                self.interval,
+                float(self.interval).is_integer(),
+                "a whole number of windows",
+            )
+        _require("planner", "min_tokens", self.min_tokens, self.min_tokens >= 1, "at least 1")
+        _require("planner", "min_gain", self.min_gain, 0 <= self.min_gain <= 1, "0..1")
+        _require("planner", "policy", self.policy, self.policy in POLICIES, " | ".join(POLICIES))
+        _require("planner", "num_groups", self.num_groups, self.num_groups >= 1, "at least 1")
+        if self.target is not None:
+            _require("planner", "target", self.target, 0 < self.target <= 1, "a balancedness in (0, 1]")
+        if self.max_moves is not None:
+            _require("planner", "max_moves", self.max_moves, self.max_moves >= 0, "at least 0")
+        _require("planner", "time_limit_s", self.time_limit_s, self.time_limit_s > 0, "a number above 0")
+        _require("planner", "degraded_after", self.degraded_after, self.degraded_after >= 1, "at least 1")
+        module, colon, name = self.function.partition(":")
+        _require(
+            "planner",
+            "function",
+            self.function,
+            bool(module and colon and name.isidentifier()),
+            "MODULE:FUNCTION",
+        )
+
+
+@dataclass(frozen=True)
+class SecuritySettings:
+    """`keys`: folder made by `evenroute keygen`; without keys only ipc and loopback are bound unless `insecure`."""
+
+    keys: str = ""
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        _require(
+            "security",
+            "insecure",
+            self.insecure,
+            not (self.keys and self.insecure),
+            "false when security.keys is given",
+        )
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """One rank's agent. The values must be equal on all ranks. Times in seconds.
+
+    `rebalancer` "" = no rebalancer: the start placement stays. `window_steps`: counts are taken every so many steps.
+    `top_k`: routed experts a token (counts are checked against it). `shared_counts`: `tokens="shared"`, rank 0 reports.
+    """
+
+    rebalancer: str = ""
+    keys: str = ""  # this rank's key file, `rank.toml`
+    model: str = ""
+    top_k: int = 1
+    shared_counts: bool = False
+    window_steps: int = 16
+    agree_every: int = 4
+    heartbeat_s: float = 1.0
+    resend_s: float = 1.0
+    start_limit_s: float = 10.0
+    require_rebalancer: bool = False
+    vote_limit_s: float = 60.0  # a rank that does not post its vote for so long ends the job
+    close_limit_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "window_steps", "agree_every"):
+            _require("agent", name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        for name in ("heartbeat_s", "resend_s", "start_limit_s", "vote_limit_s", "close_limit_s"):
+            _require("agent", name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
+        if self.rebalancer:
+            parse_address(self.rebalancer, field="agent.rebalancer")
+        _require(
+            "agent",
+            "require_rebalancer",
+            self.require_rebalancer,
+            bool(self.rebalancer) or not self.require_rebalancer,
+            "false when agent.rebalancer is empty",
+        )
+
+
+@dataclass(frozen=True)
+class RebalancerConfig:
+    """All that `run_rebalancer` needs, checked as a whole."""
+
+    rebalancer: RebalancerSettings = field(default_factory=RebalancerSettings)
+    planner: PlannerSettings = field(default_factory=PlannerSettings)
+    security: SecuritySettings = field(default_factory=SecuritySettings)
+
+    def check(self) -> list[str]:
+        """ValueError or OSError for what can't work; returns warnings for what works otherwise than it looks."""
+        settings = self.rebalancer
+        for name in ("bind", "store"):
+            _require(
+                "rebalancer",
+                name,
+                getattr(settings, name),
+                bool(getattr(settings, name)),
+                f"a value (--{name})",
+            )
+        address = parse_address(settings.bind, field="rebalancer.bind (--bind)")
+        check_bind(
+            address,
+            field="rebalancer.bind (--bind)",
+            has_keys=bool(self.security.keys),
+            insecure=self.security.insecure,
+        )
+        for name, path in (("store", Path(settings.store)), ("ready_file", Path(settings.ready_file or "."))):
+            if not path.absolute().parent.is_dir():
+                raise ValueError(f"rebalancer.{name}: folder {path.absolute().parent} does not exist")
+        if address.ipc_path is not None and not address.ipc_path.absolute().parent.is_dir():
+            raise ValueError(f"rebalancer.bind: folder {address.ipc_path.absolute().parent} does not exist")
+        if self.security.keys:
+            from evenroute.dist.keys import load_server_keys
+
+            load_server_keys(Path(self.security.keys))
+        return self._warnings()
+
+    def _warnings(self) -> list[str]:
+        found = []
+        planner, settings = self.planner, self.rebalancer
+        if planner.interval_unit == "seconds" and settings.keep_windows_s < planner.interval:
+            found.append(
+                f"rebalancer.keep_windows_s {settings.keep_windows_s:g} is shorter than planner.interval "
+                f"{planner.interval:g}: the windows of one plan will not be told apart in the store"
+            )
+        if (
+            planner.interval_unit == "seconds"
+            and planner.time_limit_s > planner.interval * planner.degraded_after
+        ):
+            found.append(
+                f"planner.time_limit_s {planner.time_limit_s:g} is longer than {planner.degraded_after} intervals of "
+                f"{planner.interval:g}: a slow planner shows as degraded before it is stopped"
+            )
+        if not planner.enabled and (
+            planner.min_gain or planner.max_moves is not None or planner.target is not None
+        ):
+            found.append("planner.enabled is false: the other planner settings have no effect")
+        if self.security.insecure:
+            found.append(
+                "security.insecure is true: anybody who reaches the address may send counts and commands"
+            )
+        return found
+
+    def effective(self) -> str:
+        """All settings in one line, for the log."""
+        return " ".join(
+            f"{section}.{name}={value!r}"
+            for section in ("rebalancer", "planner", "security")
+            for name, value in dataclasses.asdict(getattr(self, section)).items()
+        )
+
+
+SECTIONS: dict[str, type] = {
+    "rebalancer": RebalancerSettings,
+    "planner": PlannerSettings,
+    "security": SecuritySettings,
+    "agent": AgentConfig,
+}
+
+
+def read_toml(path: Path) -> dict[str, dict[str, object]]:
+    """The tables of a settings file, unchecked but for their names; ValueError or OSError in one line."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise type(error)(f"config {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config {path}: not text: {error.reason}") from None
+    if not text.strip():
+        raise ValueError(f"config {path}: empty; expected at least one of [{'], ['.join(SECTIONS)}]")
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"config {path}: {error}") from None
+    for name, table in tables.items():
+        if name not in SECTIONS:
+            raise ValueError(f"config {path}: unknown table {name!r}{nearest(name, SECTIONS)}")
+        if not isinstance(table, dict):
+            raise ValueError(f"config {path}: {name} must be a table [{name}]")
+    return tables
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """ ", did you mean ...?" where a known name is close, else the known names."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f", did you mean {close[0]!r}?" if close else f", expected one of {', '.join(known)}"
+
+
+T = typing.TypeVar("T")
+
+
+def build_section(kind: type[T], values: dict[str, object], *, where: str) -> T:
+    """Make a settings dataclass from plain values; types are checked, unknown keys refused with the nearest known."""
+    hints = typing.get_type_hints(kind)
+    checked: dict[str, object] = {}
+    for name, value in values.items():
+        if name not in hints:
+            raise ValueError(f"{where}: unknown key {name!r} (value {value!r}){nearest(name, hints)}")
+        checked[name] = _checked(hints[name], value, f"{where}.{name}")
+    return kind(**checked)
+
+
+def _checked(hint: object, value: object, where: str) -> object:
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(value) in allowed:
+        return value
+    if float in allowed and type(value) is int:
+        return float(value)
+    names = " or ".join(kind.__name__ for kind in allowed if kind is not type(None))
+    raise ValueError(f"{where}: {value!r} found, expected {names}")
+
+
+def load_config(path: Path | None, overrides: dict[str, dict[str, object]] | None = None) -> RebalancerConfig:
+    """The rebalancer's settings: defaults, then the file, then `overrides` (of the command line; None = not given)."""
+    tables = {} if path is None else read_toml(path)
+    where = "config" if path is None else f"config {path}"
+    sections: dict[str, typing.Any] = {}
+    for name in ("rebalancer", "planner", "security"):
+        build_section(SECTIONS[name], dict(tables.get(name, {})), where=f"{where}: {name}")
+        given = {key: value for key, value in (overrides or {}).get(name, {}).items() if value is not None}
+        sections[name] = build_section(
+            SECTIONS[name], {**tables.get(name, {}), **given}, where=f"{where}: {name}"
+        )
+    if "agent" in tables:
+        build_section(AgentConfig, tables["agent"], where=f"{where}: agent")
+    return RebalancerConfig(**sections)
+
+
+def parse_interval(text: str) -> tuple[float, str]:
+    """`60` or `1.5s` -> seconds, `4w` -> windows; ValueError naming --interval."""
+    unit = "windows" if text.endswith("w") else "seconds"
+    try:
+        value = float(text.rstrip("sw"))
+    except ValueError:
+        raise ValueError(f"--interval: {text!r} found, expected seconds (60, 1.5s) or windows (4w)") from None
+    return value, unit
+
+
+def load_agent_config(path: Path) -> AgentConfig:
+    """The [agent] table of a settings file."""
+    return build_section(AgentConfig, read_toml(path).get("agent", {}), where=f"config {path}: agent")
+
+
+def set_up_logging(level: str) -> None:
+    """One line a message on stderr, with UTC time; for the processes of this package only."""
+    assert level in LOG_LEVELS
+    handler = logging.StreamHandler()
+    formatter = logging.Formatter("%(asctime)sZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = __import__("time").gmtime
+    handler.setFormatter(formatter)
+    logger = logging.getLogger("evenroute")
+    logger.handlers[:] = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False

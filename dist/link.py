@@ -1,0 +1,185 @@
+"""ZeroMQ sockets of the control plane: ROUTER at the rebalancer, DEALER at each rank. Non-blocking, bounded, no pickle.
+
+A frame for which there is no room, or no peer, is dropped and counted: the protocol repeats whatever matters.
+Identities are automatic (two peers with one identity are never both heard); ROUTER_MANDATORY tells of peers that left.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from evenroute.dist.address import Address
+from evenroute.dist.keys import LOCAL_ROLE, ClientKeys, ServerKeys, ZapHandler
+
+LINGER_MS = 500
+QUEUE_FRAMES = 16  # a peer that does not read costs at most so many frames of memory each way
+CONTROL_TAG = b"control"  # first frame of an operator's or viewer's request, and of its answer
+_HEARTBEAT_MS = 1000
+_HEARTBEAT_LIMIT_MS = 5000
+_HANDSHAKE_MS = 3000
+_BACKLOG = 4096
+
+
+def _set_common(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_LIMIT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+
+
+def raise_file_limit() -> int:
+    """Allow as many connections as the hard limit of open files does; returns that limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return hard
+    return soft
+
+
+@dataclass(frozen=True)
+class Received:
+    """A frame from a peer; `control` frames come from operators and viewers, the others from ranks."""
+
+    peer: bytes
+    role: str
+    control: bool
+    frame: memoryview | bytes
+
+
+class RouterLink:
+    """The rebalancer's socket. Bind errors are OSError in one line that names the address and its setting."""
+
+    def __init__(
+        self, address: Address, *, field: str, keys: ServerKeys | None, max_message_bytes: int
+    ) -> None:
+        raise_file_limit()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 64)
+        self.zap = None if keys is None else ZapHandler(self._context, keys)
+        self.socket = self._context.socket(zmq.ROUTER)
+        _set_common(self.socket, max_message_bytes)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        if keys is not None:
+            keys.apply(self.socket)
+        self.dropped = 0
+        self.malformed = 0
+        self._ipc_path = address.ipc_path
+        try:
+            self._bind(address, field)
+        except OSError:
+            self._ipc_path = None  # not ours to remove
+            self.close()
+            raise
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _bind(self, address: Address, field: str) -> None:
+        mask = os.umask(0o077)  # an ipc socket is for this user alone
+        try:
+            self.socket.bind(address.endpoint)
+        except zmq.ZMQError as error:
+            raise OSError(f"{field}: {address.text} cannot be bound: {error.strerror}") from None
+        finally:
+            os.umask(mask)
+
+    def receive(self, limit: int) -> Iterator[Received]:
+        """Up to `limit` frames that wait; those of another form are dropped and counted."""
+        for _ in range(limit):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            control = len(frames) == 3 and frames[1].bytes == CONTROL_TAG
+            if len(frames) != 2 and not control:
+                self.malformed += 1
+                continue
+            yield Received(frames[0].bytes, self._role(frames[-1]), control, frames[-1].buffer)
+
+    def _role(self, frame: zmq.Frame) -> str:
+        if self.zap is None:
+            return LOCAL_ROLE
+        return str(frame.get("User-Id"))
+
+    def send(self, peer: bytes, frame: bytes, *, control: bool = False) -> bool:
+        """Send, or drop and return False when the peer left or does not read."""
+        parts = [peer, CONTROL_TAG, frame] if control else [peer, frame]
+        try:
+            self.socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self.dropped += 1
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close within the linger time and remove the socket file."""
+        self.socket.close()
+        if self.zap is not None:
+            self.zap.close()
+        self._context.term()
+        if self._ipc_path is not None:
+            with suppress(FileNotFoundError):
+                Path(self._ipc_path).unlink()
+
+
+class DealerLink:
+    """A rank's, an operator's or a viewer's socket; connects, and reconnects, in the background."""
+
+    def __init__(self, address: Address, *, keys: ClientKeys | None, max_message_bytes: int) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        _set_common(self.socket, max_message_bytes)
+        # Nothing queues up for a rebalancer that is not there.
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if keys is not None:
+            keys.apply(self.socket)
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.dropped = 0
+        self.socket.connect(address.endpoint)
+
+    def send(self, *frames: bytes) -> bool:
+        """Send, or drop and return False when nobody is connected or the queue is full."""
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            self.dropped += 1
+            return False
+        return True
+
+    def receive(self, limit: int) -> Iterator[list[bytes]]:
+        """Up to `limit` messages (lists of frames) that wait."""
+        for _ in range(limit):
+            try:
+                yield self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+
+    def connected_anew(self) -> bool:
+        """Whether a connection was made since the last call."""
+        found = False
+        while True:
+            try:
+                self.monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return found
+            found = True
+
+    def close(self, linger_ms: int = LINGER_MS) -> None:
+        """Close within `linger_ms`."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=linger_ms)
+        self._context.term()

@@ -1,0 +1,120 @@
+"""Process groups of a job: joining with a roll call, and who is missing when a collective fails."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import torch.distributed as torch_dist
+from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+
+class MissingRanksError(RuntimeError):
+    """Some ranks did not come: the message names the operation and them."""
+
+
+def _names(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def join_job(*, backend: str, limit_s: float, collective_limit_s: float = 600.0) -> None:
+    """`init_process_group` from torchrun's environment with a roll call first.
+
+    Raises MissingRanksError ("3/4 ranks joined ...") when a rank is not there within `limit_s` seconds.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
+    started = time.monotonic()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        store: Store = TCPStore(
+            address,
+            port,
+            world_size,
+            is_master=rank == 0 and not agent_hosts,
+            timeout=timedelta(seconds=limit_s),
+            wait_for_workers=False,
+        )
+    except (torch_dist.DistError, RuntimeError) as error:
+        raise MissingRanksError(
+            f"job start: rank 0's store at {address}:{port} not reached within {limit_s:g} s"
+        ) from error
+    roll = PrefixStore(f"evenroute/join/{attempt}", store)
+    _roll_call(roll, rank, world_size, limit_s - (time.monotonic() - started), limit_s)
+    torch_dist.init_process_group(
+        backend,
+        store=PrefixStore(f"default/{attempt}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=collective_limit_s),
+    )
+
+
+def _roll_call(store: Store, rank: int, world_size: int, remaining_s: float, limit_s: float) -> None:
+    store.set(str(rank), "here")
+    try:
+        store.wait([str(other) for other in range(world_size)], timedelta(seconds=max(remaining_s, 0.1)))
+    except (torch_dist.DistError, RuntimeError) as error:
+        missing = [other for other in range(world_size) if not _has(store, str(other))]
+        raise MissingRanksError(
+            f"job start: {world_size - len(missing)}/{world_size} ranks joined within {limit_s:g} s, "
+            f"missing: {_names(missing)}"
+        ) from error
+
+
+def _has(store: Store, key: str) -> bool:
+    try:
+        return bool(store.check([key]))
+    except (torch_dist.DistError, RuntimeError):
+        return False
+
+
+def new_cpu_group(like: ProcessGroup, *, limit_s: float) -> ProcessGroup:
+    """A gloo group of its own over the ranks of `like`, whose collectives fail after `limit_s` seconds.
+
+    Every rank of `like` calls it, in the same order; others need not.
+    """
+    group: ProcessGroup | None = torch_dist.new_group(
+        ranks=torch_dist.get_process_group_ranks(like),
+        backend="gloo",
+        timeout=timedelta(seconds=limit_s),
+        use_local_synchronization=True,
+    )
+    assert group is not None
+    return group
+
+
+class RollCall:
+    """Tells after a failed collective who was not there: whoever was signs, the rest is missing.
+
+    Only used on failure, over the job's key-value store; that store may be gone with its rank.
+    """
+
+    def __init__(self, *, run: int, rank: int, ep_size: int) -> None:
+        store = _get_default_store()
+        self._store = PrefixStore(f"evenroute/roll/{run}", store)
+        self._rank = rank
+        self._ep_size = ep_size
+
+    def missing(self, operation: str, wait_s: float) -> str:
+        """Sign for `operation`, wait for the others' signatures, and say in words who is missing."""
+        names = [f"{operation}/{rank}" for rank in range(self._ep_size)]
+        self._store.set_timeout(timedelta(seconds=wait_s))
+        try:
+            self._store.set(names[self._rank], "here")
+            deadline = time.monotonic() + wait_s
+            while True:
+                missing = [rank for rank, name in enumerate(names) if not self._store.check([name])]
+                if not missing or time.monotonic() >= deadline:
+                    break
+                time.sleep(0.1)
+        except (torch_dist.DistError, RuntimeError):
+            return "the job's store is gone too (its host, rank 0 or the launcher, has ended)"
+        return (
+            f"missing: {_names(missing)}"
+            if missing
+            else "all ranks were there: the network between them failed"
+        )

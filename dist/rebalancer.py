@@ -1,0 +1,480 @@
+"""The rebalancer process: one loop around the protocol core, the store, the socket and the planner's process. No torch.
+
+The loop never waits for a rank, a planner or a scraper. Whatever fails inside it is counted and logged; it ends for a
+signal, when another rebalancer has taken over, or when it is fenced by a higher epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import zmq
+
+from evenroute.dist.address import Address, parse_address
+from evenroute.dist.config import RebalancerConfig, set_up_logging
+from evenroute.dist.control import (
+    ALLOWED,
+    RANK_ROLES,
+    Answer,
+    Done,
+    RecordRead,
+    RecordStart,
+    RecordStop,
+    Refused,
+    Request,
+    Status,
+    StatusAnswer,
+    StatusRequest,
+    decode_request,
+    encode_control,
+)
+from evenroute.dist.job_lock import JobLock
+from evenroute.dist.keys import load_server_keys
+from evenroute.dist.link import Received, RouterLink
+from evenroute.dist.messages import Down, JobShape, MessageError, Window, decode_up, encode
+from evenroute.dist.metrics import MetricsServer
+from evenroute.dist.plan_cycle import PlanCycle
+from evenroute.dist.rebalancer_core import Outgoing, Phase, RebalancerCore
+from evenroute.dist.rebalancer_core import RebalancerConfig as CoreConfig
+from evenroute.dist.rebalancer_status import StatusBuilder
+from evenroute.dist.recording import Recorder
+from evenroute.eplb.store import (
+    HistoryStore,
+    JobRow,
+    RankState,
+    RankWindow,
+    Receipt,
+    StaleEpochError,
+    StoreError,
+)
+
+__all__ = ["Rebalancer", "run_rebalancer"]
+
+logger = logging.getLogger("evenroute.dist.rebalancer")
+
+_TICK_S = 0.1
+_STATUS_EVERY_S = 1.0
+_HOUSEKEEPING_S = 5.0
+_FRAMES_PER_TURN = 512
+_WINDOWS_PER_BATCH = 64
+_LOG_LIMIT_PER_MINUTE = 20
+
+
+class CoreStore(HistoryStore):
+    """The history store as the protocol core sees it; notes a run's shape with its first window."""
+
+    def __init__(self, path: Path, shape: Callable[[], JobShape]) -> None:
+        super().__init__(path)
+        self._shape = shape
+        self._noted: set[int] = set()
+
+    def add_windows(  # type: ignore[override]
+        self,
+        windows: Sequence[RankWindow],
+        *,
+        epoch: int,
+        now: float,
+        num_sources: int,
+        keep_rank_detail: bool = False,
+    ) -> list[Receipt]:
+        """As `HistoryStore.add_windows`; `num_sources` is the shape's."""
+        for run in {window.run for window in windows} - self._noted:
+            job = _job_row(self._shape())
+            assert num_sources == job.num_sources
+            self.set_job(run, job, epoch=epoch, now=now)
+            self._noted.add(run)
+        return super().add_windows(windows, epoch=epoch, now=now, keep_rank_detail=keep_rank_detail)
+
+
+def _job_row(job: JobShape) -> JobRow:
+    return JobRow(
+        model=job.model,
+        phase="",
+        num_layers=job.num_layers,
+        num_logical_experts=job.num_logical_experts,
+        num_slots=job.num_slots,
+        ep_size=job.ep_size,
+        num_nodes=job.num_nodes,
+        top_k=job.top_k,
+        shared_counts=job.shared_counts,
+    )
+
+
+class Rebalancer:
+    """One life. `run` returns the exit status: 0 asked to end, 1 another rebalancer has taken over."""
+
+    def __init__(self, config: RebalancerConfig, *, take_over: bool = False) -> None:
+        settings = config.rebalancer
+        self.config = config
+        self.address = parse_address(settings.bind, field="rebalancer.bind (--bind)")
+        self._lock = JobLock(_lock_paths(settings.store, self.address), take_over=take_over)
+        self._metrics: MetricsServer | None = None
+        self._link: RouterLink | None = None
+        self._store: CoreStore | None = None
+        self._wake: tuple[socket.socket, socket.socket] | None = None
+        try:
+            self._open(time.monotonic())
+        except BaseException:
+            self._release()
+            raise
+
+    def _open(self, now: float) -> None:
+        settings, security = self.config.rebalancer, self.config.security
+        self._store = CoreStore(Path(settings.store), self._shape)
+        keys = load_server_keys(Path(security.keys)) if security.keys else None
+        self._link = RouterLink(
+            self.address,
+            field="rebalancer.bind (--bind)",
+            keys=keys,
+            max_message_bytes=settings.max_message_bytes,
+        )
+        core_config = CoreConfig(
+            publish_timeout_s=settings.version_limit_s,
+            max_publish_timeout_s=max(3600.0, settings.version_limit_s),
+            pid=os.getpid(),
+        )
+        self.core = RebalancerCore(
+            self._store,
+            core_config,
+            random_bits=secrets.randbits,
+            stamp=time.time,
+            accept_job=self._accept_job,
+        )
+        self.plans = PlanCycle(self.core, self.config.planner, now)
+        self.recorder = Recorder(self._store)
+        self.core.keep_rank_detail = self.recorder.per_rank
+        self._status_builder = StatusBuilder(self.config, self.core, self.plans, now)
+        self._rejected: Counter[str] = Counter()
+        self._logged: Counter[str] = Counter()
+        self._lag_s = 0.0
+        self._status_at = self._housekeeping_at = self._logged_at = now
+        self._encoded: tuple[Down | None, bytes] = (None, b"")
+        self._stop_signal = 0
+        self._last_status = self._build_status(now)
+        if settings.metrics_bind:
+            metrics = parse_address(f"tcp://{settings.metrics_bind}", field="rebalancer.metrics_bind")
+            self._metrics = MetricsServer(metrics.host, metrics.port, lambda: self._last_status)
+
+    def _shape(self) -> JobShape:
+        assert self.core.view is not None
+        return self.core.view.job
+
+    def _accept_job(self, job: JobShape) -> str | None:
+        groups, nodes = self.config.planner.num_groups, job.num_nodes
+        if job.num_logical_experts % groups:
+            return f"planner.num_groups {groups} does not divide its {job.num_logical_experts} experts"
+        if self.config.planner.policy == "hierarchical" and groups % nodes:
+            return f"planner.policy hierarchical needs groups ({groups}) that divide over its {nodes} nodes"
+        return None
+
+    # ----------------------------------------------------------------------------------------- loop
+
+    def run(self) -> int:
+        """Serve until a signal or the end of this life."""
+        assert self._link is not None
+        self._catch_signals()
+        self._write_ready_file()
+        self.plans.warm_up()
+        logger.info("effective settings: %s", self.config.effective())
+        logger.info(
+            "serving %s, store %s, pid %d", self._link.endpoint, self.config.rebalancer.store, os.getpid()
+        )
+        while not self._stop_signal and self.core.phase is not Phase.ENDED:
+            self._wait()
+            started = time.monotonic()
+            self._turn(started)
+            self._lag_s = time.monotonic() - started
+        return self._end()
+
+    def _catch_signals(self) -> None:
+        self._wake = socket.socketpair()
+        for side in self._wake:
+            side.setblocking(False)
+        signal.set_wakeup_fd(self._wake[1].fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stop_signal = number
+
+    def _wait(self) -> None:
+        assert self._link is not None
+        assert self._wake is not None
+        poller = zmq.Poller()
+        poller.register(self._link.socket, zmq.POLLIN)
+        poller.register(self._wake[0], zmq.POLLIN)
+        if self._link.zap is not None:
+            poller.register(self._link.zap.socket, zmq.POLLIN)
+        readable, writable = self.plans.planner.poll_fds()
+        if readable is not None:
+            poller.register(readable, zmq.POLLIN)
+        if writable is not None:
+            poller.register(writable, zmq.POLLOUT)
+        remaining = self.plans.planner.remaining_s()
+        limit_s = _TICK_S if remaining is None else min(_TICK_S, remaining)
+        poller.poll(max(0, math.ceil(1000 * limit_s)))
+        with suppress(BlockingIOError):
+            self._wake[0].recv(64)
+
+    def _turn(self, now: float) -> None:
+        assert self._link is not None
+        for step in (self._serve_keys, self._receive, self._tick, self._housekeep):
+            try:
+                step(now)
+            except StaleEpochError as error:
+                self.core.ended, self.core.phase = str(error), Phase.ENDED
+            except StoreError as error:
+                self.core.counters.store_errors += 1
+                self._log(logging.ERROR, "store", str(error))
+            except Exception:  # a defect here must not take the service with it
+                self._rejected["internal"] += 1
+                if self._rejected["internal"] <= 10:
+                    logger.exception("error %d in the main loop, goes on", self._rejected["internal"])
+        self._tell_notices()
+
+    def _serve_keys(self, now: float) -> None:
+        assert self._link is not None
+        if self._link.zap is not None:
+            self._link.zap.serve()
+
+    def _receive(self, now: float) -> None:
+        assert self._link is not None
+        windows: list[tuple[bytes, Window]] = []
+        for number, received in enumerate(self._link.receive(_FRAMES_PER_TURN)):
+            if received.control:
+                self._control(received, now)
+                continue
+            message = self._decode(received)
+            if isinstance(message, Window):
+                windows.append((received.peer, message))
+                if len(windows) >= _WINDOWS_PER_BATCH:
+                    self._send(self.core.receive_windows(windows))
+                    windows = []
+            elif message is not None:
+                self._send(self._guarded(received.peer, message, now))
+            if number % 64 == 63:
+                self._serve_keys(now)
+        if windows:
+            self._send(self.core.receive_windows(windows))
+
+    def _decode(self, received: Received) -> object | None:
+        if received.role not in RANK_ROLES:
+            self._rejected["role"] += 1
+            self._log(logging.WARNING, "role", f"a {received.role} sent a rank's message; refused")
+            return None
+        try:
+            return decode_up(received.frame, limit=self.config.rebalancer.max_message_bytes)
+        except MessageError as error:
+            self._rejected["decode"] += 1
+            self._log(logging.WARNING, "decode", f"refused: {error}")
+            return None
+
+    def _guarded(self, peer: bytes, message: object, now: float) -> list[Outgoing]:
+        try:
+            return self.core.receive(peer, message, now)  # type: ignore[arg-type]
+        except (ValueError, OverflowError) as error:
+            self._rejected["content"] += 1
+            self._log(logging.WARNING, "content", f"refused: {error}")
+            return []
+
+    def _tick(self, now: float) -> None:
+        self._send(self.core.tick(now))
+        self._send(self.plans.turn(now))
+
+    def _send(self, out: Sequence[Outgoing]) -> None:
+        assert self._link is not None
+        for outgoing in out:
+            assert isinstance(outgoing.peer, bytes)
+            if self._encoded[0] is not outgoing.message:  # one placement goes to all ranks
+                self._encoded = (outgoing.message, encode(outgoing.message))
+            self._link.send(outgoing.peer, self._encoded[1])
+
+    # -------------------------------------------------------------------------------------- control
+
+    def _control(self, received: Received, now: float) -> None:
+        assert self._link is not None
+        try:
+            answer = self._answer(decode_request(received.frame), received.role, now)
+        except MessageError as error:
+            self._rejected["decode"] += 1
+            self._log(logging.WARNING, "decode", f"refused: {error}")
+            return
+        except StoreError as error:
+            answer = Refused(str(error))
+        self._link.send(received.peer, encode_control(answer), control=True)
+
+    def _answer(self, request: Request, role: str, now: float) -> Answer:
+        if role not in ALLOWED[type(request)]:
+            self._rejected["role"] += 1
+            needed = " or ".join(sorted(ALLOWED[type(request)] - {"local"}))
+            return Refused(f"the role {role} may not do this; it takes {needed}")
+        match request:
+            case StatusRequest():
+                return StatusAnswer(self._build_status(now))
+            case RecordStart(per_rank=per_rank):
+                run = 0 if self.core.view is None else self.core.view.run
+                done = self.recorder.start(run=run, per_rank=per_rank, epoch=self.core.epoch, now=time.time())
+                self.core.keep_rank_detail = self.recorder.per_rank
+                return self._noted(done)
+            case RecordStop():
+                done = self.recorder.stop(epoch=self.core.epoch, now=time.time())
+                self.core.keep_rank_detail = self.recorder.per_rank
+                return self._noted(done)
+            case RecordRead():
+                return self.recorder.read(request)
+
+    def _noted(self, answer: Answer) -> Answer:
+        if isinstance(answer, Done):
+            logger.info("%s", answer.text)
+        return answer
+
+    def _build_status(self, now: float) -> Status:
+        assert self._store is not None
+        assert self._link is not None
+        store = self._store
+
+        def rank_states(run: int) -> list[RankState]:
+            try:
+                return store.rank_states(run)
+            except StoreError:
+                return []
+
+        zap = self._link.zap
+        extra = {
+            f"rejected_{kind}": self._rejected[kind] for kind in ("decode", "content", "role", "internal")
+        }
+        extra["frames_dropped"] = self._link.dropped
+        extra["rejected_decode"] += self._link.malformed
+        extra["rejected_content"] += self.core.counters.messages_rejected
+        extra["keys_refused"] = 0 if zap is None else zap.refused
+        return self._status_builder.build(
+            now,
+            address=self._link.endpoint,
+            lag_s=self._lag_s,
+            extra_counters=extra,
+            rank_states=rank_states,
+            recording=(self.recorder.active, self.recorder.per_rank),
+        )
+
+    # ---------------------------------------------------------------------------------- housekeeping
+
+    def _housekeep(self, now: float) -> None:
+        assert self._store is not None
+        if now - self._status_at >= _STATUS_EVERY_S:
+            self._status_at = now
+            self._last_status = self._build_status(now)
+        if now - self._housekeeping_at >= _HOUSEKEEPING_S and self.core.phase is Phase.SERVING:
+            settings = self.config.rebalancer
+            before = time.time() - settings.keep_windows_s
+            if self.recorder.keep_from is not None:
+                before = min(before, self.recorder.keep_from)
+            if not self._store.roll_up(before=before, span_s=settings.roll_up_s, epoch=self.core.epoch):
+                self._housekeeping_at = now
+
+    def _tell_notices(self) -> None:
+        while self.core.notices:
+            notice = self.core.notices.popleft()
+            level = logging.INFO if notice.kind == "run" else logging.WARNING
+            told = self._log(level, notice.kind, notice.text)
+            if told and notice.kind not in ("store", "ended") and self.core.phase is Phase.SERVING:
+                assert self._store is not None
+                with suppress(StoreError, StaleEpochError):
+                    self._store.add_event(notice.kind, notice.text, epoch=self.core.epoch, now=time.time())
+
+    def _log(self, level: int, kind: str, text: str) -> bool:
+        """Log, but no more than so many a minute of one kind: a flood must not fill the disk."""
+        now = time.monotonic()
+        if now - self._logged_at >= 60.0:
+            for name, number in self._logged.items():
+                if number > _LOG_LIMIT_PER_MINUTE:
+                    logger.warning("%s: %d more in the last minute", name, number - _LOG_LIMIT_PER_MINUTE)
+            self._logged.clear()
+            self._logged_at = now
+        self._logged[kind] += 1
+        if self._logged[kind] > _LOG_LIMIT_PER_MINUTE:
+            return False
+        logger.log(level, "%s: %s", kind, text)
+        return True
+
+    # ------------------------------------------------------------------------------------ beginning, end
+
+    def _write_ready_file(self) -> None:
+        path = self.config.rebalancer.ready_file
+        if not path:
+            return
+        assert self._link is not None
+        metrics = "" if self._metrics is None else self._metrics.address
+        data = {"address": self._link.endpoint, "metrics": metrics, "pid": os.getpid()}
+        partial = Path(f"{path}.{os.getpid()}.partial")
+        partial.write_bytes(msgspec.json.encode(data) + b"\n")
+        partial.replace(path)
+
+    def _end(self) -> int:
+        if self.core.ended is not None:
+            logger.error("this life ends: %s", self.core.ended)
+        else:
+            logger.info("ends on signal %d", self._stop_signal)
+        counters = self.core.counters
+        logger.info(
+            "stored %d windows, published %d placements, dropped %d frames to peers that do not read",
+            counters.windows_stored,
+            counters.placements_published,
+            0 if self._link is None else self._link.dropped,
+        )
+        self._release()
+        return 1 if self.core.ended is not None else 0
+
+    def _release(self) -> None:
+        if hasattr(self, "plans"):
+            self.plans.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._link is not None:
+            self._link.close()
+        if self._store is not None:
+            self._store.close()
+        if self._wake is not None:
+            signal.set_wakeup_fd(-1)
+            for side in self._wake:
+                side.close()
+        if self.config.rebalancer.ready_file:
+            with suppress(FileNotFoundError):
+                Path(self.config.rebalancer.ready_file).unlink()
+        self._lock.release()
+
+
+def _lock_paths(store: str, address: Address) -> list[tuple[str, Path]]:
+    paths = [("rebalancer.store (--store)", Path(store))]
+    if address.ipc_path is not None:
+        paths.append(("rebalancer.bind (--bind)", address.ipc_path))
+    return paths
+
+
+def run_rebalancer(config: RebalancerConfig, *, take_over: bool = False) -> int:
+    """Check the settings, then serve until a signal. Returns the exit status.
+
+    Raises ValueError or OSError in one line when it cannot start (settings, lock, address, store).
+    """
+    warnings = config.check()
+    set_up_logging(config.rebalancer.log_level)
+    for warning in warnings:
+        logger.warning("%s", warning)
+    return Rebalancer(config, take_over=take_over).run()
+
+
+def with_paths(config: RebalancerConfig, *, bind: str, store: str) -> RebalancerConfig:
+    """`config` with another address and store: for launchers that make their own."""
+    return replace(config, rebalancer=replace(config.rebalancer, bind=bind, store=store))

@@ -1,0 +1,103 @@
+"""The client side of operators and viewers: one question, one answer, within a time limit. No torch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from evenroute.dist.address import parse_address
+from evenroute.dist.control import (
+    ANSWER_LIMIT_BYTES,
+    Answer,
+    Recorded,
+    RecordRead,
+    Refused,
+    Request,
+    Status,
+    StatusAnswer,
+    StatusRequest,
+    decode_answer,
+    encode_control,
+)
+from evenroute.dist.keys import load_client_keys
+from evenroute.dist.link import CONTROL_TAG, DealerLink
+
+
+class UnreachableError(OSError):
+    """The rebalancer did not answer in time: not there, stopped, or it does not know the key."""
+
+
+class RefusedError(ValueError):
+    """The rebalancer answered that it will not do it, and why."""
+
+
+class ControlClient:
+    """A connection to a rebalancer for one or more requests."""
+
+    def __init__(self, address: str, *, keys: str | Path | None = None, timeout_s: float = 5.0) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        parsed = parse_address(address, field="address")
+        own = None if keys is None else load_client_keys(Path(keys))
+        self._link = DealerLink(parsed, keys=own, max_message_bytes=ANSWER_LIMIT_BYTES)
+        self._link.socket.immediate = False  # wait for the connection
+
+    def ask(self, request: Request) -> Answer:
+        """Send and wait; UnreachableError past the time limit, MessageError for an answer that is none."""
+        deadline = time.monotonic() + self._timeout_s
+        frame = encode_control(request)
+        sent = False
+        while (left := deadline - time.monotonic()) > 0:
+            if not sent:
+                sent = self._link.send(CONTROL_TAG, frame)
+            if self._link.socket.poll(math.ceil(1000 * min(left, left if sent else 0.05))):
+                for frames in self._link.receive(1):
+                    if len(frames) == 2 and frames[0] == CONTROL_TAG:
+                        return decode_answer(frames[1])
+        raise UnreachableError(f"rebalancer at {self._address}: no answer within {self._timeout_s:g} s")
+
+    def close(self) -> None:
+        """Close at once."""
+        self._link.close(linger_ms=0)
+
+    def __enter__(self) -> ControlClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def query_status(address: str, *, keys: str | Path | None = None, timeout_s: float = 5.0) -> Status:
+    """The rebalancer's status. Raises UnreachableError, RefusedError, or ValueError for a bad address or key file."""
+    with ControlClient(address, keys=keys, timeout_s=timeout_s) as client:
+        answer = client.ask(StatusRequest())
+    if isinstance(answer, StatusAnswer):
+        return answer.status
+    raise RefusedError(
+        answer.reason if isinstance(answer, Refused) else f"unexpected answer {type(answer).__name__}"
+    )
+
+
+def command(address: str, request: Request, *, keys: str | Path | None = None, timeout_s: float = 5.0) -> str:
+    """Have something done; the text of what was done. Raises as `query_status`."""
+    with ControlClient(address, keys=keys, timeout_s=timeout_s) as client:
+        answer = client.ask(request)
+    if isinstance(answer, Refused):
+        raise RefusedError(answer.reason)
+    return str(getattr(answer, "text", type(answer).__name__))
+
+
+def read_recording(
+    address: str, *, rank: int | None = None, keys: str | Path | None = None, timeout_s: float = 30.0
+) -> Iterator[Recorded]:
+    """A recording in parts of a few MB. Raises as `query_status`."""
+    with ControlClient(address, keys=keys, timeout_s=timeout_s) as client:
+        offset: int | None = 0
+        while offset is not None:
+            answer = client.ask(RecordRead(offset=offset, rank=rank))
+            if not isinstance(answer, Recorded):
+                raise RefusedError(answer.reason if isinstance(answer, Refused) else "unexpected answer")
+            yield answer
+            offset = answer.next_offset

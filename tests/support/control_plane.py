@@ -1,0 +1,117 @@
+"""Real processes for the control plane's tests: a rebalancer of one's own, and ranks that route by numpy."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evenroute.dist.status import UnreachableError, query_status
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def wait_for(condition, limit_s, what):
+    """Poll gently until `condition()` is true; AssertionError naming `what` past the limit."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{what}: not within {limit_s} s")
+
+
+def child_environment(**extra):
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", **extra)
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return env
+
+
+@dataclass
+class RebalancerProcess:
+    """`evenroute rebalancer` as a child process; `log` is its stderr."""
+
+    folder: Path
+    name: str = "rebalancer"
+    bind: str = ""
+    store: Path | None = None
+    flags: list[str] = field(default_factory=list)
+    toml: str = ""
+    preexec: object = None
+    process: subprocess.Popen | None = None
+
+    def __post_init__(self):
+        self.bind = self.bind or f"ipc://{self.folder}/{self.name}.sock"
+        self.store = self.store or self.folder / "run.db"
+        self.ready = self.folder / f"{self.name}.ready.json"
+        self.log_path = self.folder / f"{self.name}.log"
+
+    def start(self, *, wait=True, limit_s=20.0):
+        self.ready.unlink(missing_ok=True)
+        flags = [
+            "--bind",
+            self.bind,
+            "--store",
+            str(self.store),
+            "--ready-file",
+            str(self.ready),
+            *self.flags,
+        ]
+        if self.toml:
+            config = self.folder / f"{self.name}.toml"
+            config.write_text(self.toml)
+            flags += ["--config", str(config)]
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "evenroute.tools.cli", "rebalancer", *flags],
+                stderr=log,
+                stdout=subprocess.DEVNULL,
+                env=child_environment(),
+                preexec_fn=self.preexec,
+            )
+        if wait:
+            wait_for(
+                lambda: self.ready.exists() or self.process.poll() is not None, limit_s, "rebalancer's start"
+            )
+            assert self.process.poll() is None, self.log()
+            self.address = json.loads(self.ready.read_text())["address"]
+        return self
+
+    def log(self):
+        return self.log_path.read_text() if self.log_path.exists() else ""
+
+    def status(self, timeout_s=5.0, keys=None):
+        return query_status(self.address, timeout_s=timeout_s, keys=keys)
+
+    def status_or_none(self):
+        try:
+            return self.status(timeout_s=1.0)
+        except UnreachableError:
+            return None
+
+    def signal(self, number):
+        os.kill(self.process.pid, number)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait(timeout=10)
+
+    def stop(self, limit_s=10.0):
+        """SIGTERM; returns the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=limit_s)
+
+    def __enter__(self):
+        return self.start()
+
+    def __exit__(self, *_):
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+            self.process.wait(timeout=10)

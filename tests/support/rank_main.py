@@ -1,0 +1,128 @@
+"""One rank of a test's job: seeded counts, real agent, a log of what each step was routed with.
+
+Run as `python -m support.rank_main OPTIONS.json` with torchrun's environment. Each step the rank draws expert counts,
+adds them to its counters and to its own total, and writes (step, key) lines; totals go to a JSON file at the end and,
+so that a kill -9 does not hide them, every step to a memory-mapped array.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as torch_dist
+
+from evenroute.dist.agent import AgentConfig, RankAgent
+from evenroute.dist.process_groups import join_job
+from evenroute.eplb.placement import Placement
+from evenroute.eplb.topology import Topology
+from evenroute.routing.counters import ExpertCounters
+from evenroute.routing.tables import DispatchTables
+
+
+class RankOptions(msgspec.Struct):
+    """Options of a test's ranks, equal on all of them but for what names a rank."""
+
+    folder: str
+    agent: dict
+    num_layers: int = 4
+    num_experts: int = 16
+    num_slots: int = 20
+    tokens: int = 64
+    steps: int = 200
+    step_s: float = 0.01
+    seed: int = 0
+    skew: float = 1.2
+    join_limit_s: float = 60.0
+    late_rank: int | None = None
+    late_s: float = 0.0
+    stuck_rank: int | None = None
+    stuck_at: int = 0
+    stuck_s: float = 0.0
+    until_file: str = ""
+    uncounted_steps: int = 0
+
+
+def shape(options, ep_size):
+    return Placement.initial(options.num_layers, options.num_experts, options.num_slots, Topology(ep_size))
+
+
+def step_counts(options, rank, step):
+    """Counts [L, E] of one step of one rank; a pure function, so that a test can recompute them."""
+    rng = np.random.default_rng([options.seed, rank, step])
+    weights = 1.0 / np.arange(1, options.num_experts + 1) ** options.skew
+    order = np.random.default_rng([options.seed, step // 100]).permutation(options.num_experts)
+    p = (weights / weights.sum())[order]
+    return rng.multinomial(options.tokens, p, size=options.num_layers).astype(np.int64)
+
+
+def main():
+    options = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=RankOptions)
+    rank, ep_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    if rank == options.late_rank:
+        time.sleep(options.late_s)
+    join_job(backend="gloo", limit_s=options.join_limit_s, collective_limit_s=120.0)
+    group = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
+    folder = Path(options.folder)
+    placement = shape(options, ep_size)
+    tables = DispatchTables(placement, ep_rank=rank, device="cpu")
+    counters = ExpertCounters(options.num_layers, options.num_experts, device="cpu")
+    agent = RankAgent.start(
+        AgentConfig(**options.agent), placement=placement, tables=tables, counters=counters, ep_group=group
+    )
+    total = np.memmap(
+        folder / f"total-{rank}.bin", np.int64, "w+", shape=(options.num_layers, options.num_experts)
+    )
+    run_steps(options, rank, agent, tables, counters, total, folder)
+    done = agent.close()
+    (folder / f"end-{rank}.json").write_text(
+        json.dumps({"run": agent.run, "all_stored": done, "step": agent._step})
+    )
+    torch_dist.barrier(group)
+    torch_dist.destroy_process_group()
+
+
+def run_steps(options, rank, agent, tables, counters, total, folder):
+    log = (folder / f"steps-{rank}.log").open("w", buffering=1)
+    (folder / f"run-{rank}.json").write_text(json.dumps({"run": agent.run, "pid": os.getpid()}))
+    step = 0
+    stop = Path(options.until_file) if options.until_file else None
+    end = None
+    while step < options.steps if stop is None else step != end:
+        if rank == options.stuck_rank and step == options.stuck_at:
+            time.sleep(options.stuck_s)
+        began = time.perf_counter()
+        result = agent.step(options.tokens, count=step >= options.uncounted_steps)
+        took = time.perf_counter() - began
+        digest = int(
+            tables.physical_to_logical.to(torch.int64).mul(torch.arange(1, options.num_slots + 1)).sum()
+        )
+        keys = ";".join(f"{e}.{v}" for e, v in result.layer_keys.tolist())
+        log.write(f"{step} {time.time():.4f} {took * 1e6:.0f} {digest} {keys}\n")
+        counts = step_counts(options, rank, step)
+        counters.counts[:, 0, :] += torch.from_numpy(counts)
+        if step >= options.uncounted_steps:
+            total += counts
+        step += 1
+        if stop is not None and end is None and step % 20 == 0:
+            end = agreed_end(agent, stop, step)
+        time.sleep(options.step_s)
+
+
+def agreed_end(agent, stop, step):
+    """All ranks leave at the same step: it is part of what an engine decides, so it is agreed on here."""
+    seen = torch.tensor([int(stop.exists())])
+    torch_dist.all_reduce(seen, torch_dist.ReduceOp.MAX)
+    return step + 20 if int(seen) else None
+
+
+if __name__ == "__main__":
+    main()
