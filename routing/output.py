@@ -56,6 +56,12 @@ class RouteForm:
     weighted: bool
     emit: tuple[str, ...]
     seed: Tensor
+    scratch: Tensor | None = None
+
+    def histogram_scratch(self) -> Tensor:
+        """[1 + buckets] int32, all zero between launches: programs done, and the histogram being counted."""
+        assert self.scratch is not None
+        return self.scratch
 
     @property
     def slots_per_rank(self) -> int:

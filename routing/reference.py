@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evenroute.routing.config import RouterConfig
+from evenroute.routing.config import MAX_EXPERTS, RouterConfig
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 NAN_KEY = -(2**31) + 1  # below the image of -inf
@@ -144,6 +144,7 @@ def finish_weights(weights: Tensor, config: RouterConfig) -> Tensor:
 
 
 def sort_columns(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns by rising expert id."""
-    ids, order = torch.sort(ids, dim=1, stable=True)
-    return ids, weights.gather(1, order)
+    """Columns by rising expert id; ids outside [0, MAX_EXPERTS) last."""
+    inside = (ids >= 0) & (ids < MAX_EXPERTS)
+    order = torch.sort(torch.where(inside, ids, MAX_EXPERTS), dim=1, stable=True).indices
+    return ids.gather(1, order), weights.gather(1, order)

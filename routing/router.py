@@ -92,6 +92,9 @@ class Router:
         self.tokens, self.backend, self.pdl = tokens, backend, pdl
         self.custom_routing_function = custom_routing_function
         self.form = RouteForm(config, tables, counters, form, self.dispatch == "weighted", tuple(emit), seed)
+        if "slot_histogram" in emit and backend != "reference":
+            scratch = torch.zeros(1 + self.form.num_buckets, dtype=torch.int32, device=tables.device)
+            self.form = replace(self.form, scratch=scratch)
         if "packed_ids" in emit and self.form.num_buckets > 1 << 15:
             raise ValueError(f"packed_ids hold 15 bits of slot, this placement has {self.form.num_buckets}")
 

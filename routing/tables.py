@@ -52,6 +52,11 @@ def _static_slots(
     return chosen
 
 
+def fits_payload(num_slots: int, ep_size: int) -> bool:
+    """True if offset (12 bits) and replicas (7 bits) of every expert fit beside its id in the kernels' payload."""
+    return num_slots <= 1 << 12 and ep_size < 1 << 7
+
+
 def build_table_row(
     row: PlacementRow, num_experts: int, topology: Topology, ep_rank: int
 ) -> dict[str, NDArray[np.int32]]:
@@ -71,6 +76,8 @@ def build_table_row(
         is_uneven[slots[uneven != even_shares(slots)]] = 1
     span = (offset[:-1] << (SPAN_COUNT_BITS + 1)) | (count << 1) | is_uneven
     static = _static_slots(experts, order, num_experts, slots.size, topology, ep_rank)
+    inverted = 2047 - np.arange(num_experts, dtype=np.int64)
+    entry = (offset[:-1] << 8) | (count << 1) | is_uneven
     tables = {
         "physical_to_logical": slots,
         "replica_offset": offset,
@@ -78,6 +85,8 @@ def build_table_row(
         "replica_threshold": threshold,
         "replica_span": span,
         "static_slot": static,
+        "replica_payload": (inverted << 20) | (entry if fits_payload(slots.size, topology.ep_size) else 0),
+        "static_payload": (inverted << 20) | static,
     }
     return {name: table.astype(np.int32) for name, table in tables.items()}
 
@@ -91,6 +100,8 @@ class DispatchTables:
         replica_threshold [L, P]   cumulative shares within an expert, the last is 65535
         replica_span [L, E]        offset << 11 | replicas << 1 | (shares are uneven)
         static_slot [L, E]         the slot that `static` dispatch uses on this rank
+        replica_payload, static_payload [L, E]   the same with the inverted id in front (2047 - e) << 20 | ..., which the
+                                   kernels carry through the choice: the largest payload is the lowest id
 
     Updates are enqueued on the current stream; the host waits only if it overtakes an update of the same layer.
     """
@@ -101,6 +112,8 @@ class DispatchTables:
     replica_threshold: Tensor
     replica_span: Tensor
     static_slot: Tensor
+    replica_payload: Tensor
+    static_payload: Tensor
 
     def __init__(self, placement: Placement, *, ep_rank: int, device: torch.device | str) -> None:
         topology = placement.topology
@@ -125,16 +138,19 @@ class DispatchTables:
             "replica_threshold": slots,
             "static_slot": experts,
             "replica_offset": experts + 1,
+            "replica_payload": experts,
+            "static_payload": experts,
             "physical_to_logical": slots,
         }
-        self._columns: dict[str, slice] = {}
+        self.columns: dict[str, slice] = {}
         start = 0
         for name, width in widths.items():
-            self._columns[name] = slice(start, start + width)
+            self.columns[name] = slice(start, start + width)
             # Four words to spare: the weighted deal reads thresholds four at a time.
             start = -(-(start + width + 4) // _ALIGN) * _ALIGN
         self.storage = torch.zeros((self.num_layers, start), dtype=torch.int32, device=self.device)
-        for name, columns in self._columns.items():
+        self.layer_rows = list(self.storage)  # [L] views, one pointer a layer
+        for name, columns in self.columns.items():
             setattr(self, name, self.storage[:, columns])
         on_gpu = self.device.type == "cuda"
         self._host = torch.zeros((self.num_layers, start), dtype=torch.int32, pin_memory=on_gpu)
@@ -176,7 +192,7 @@ class DispatchTables:
         for name, values in build_table_row(
             row, self.num_logical_experts, self.topology, self.ep_rank
         ).items():
-            self._rows[layer, self._columns[name]] = values
+            self._rows[layer, self.columns[name]] = values
 
     def _record(self, layers: Any) -> None:
         if self.device.type != "cuda":

@@ -1,0 +1,391 @@
+# mypy: ignore-errors
+"""The routing launch: choice, weights, dispatch, counts and outputs of ROWS rows a program, one row a warp and turn.
+
+Tiles are [32, ROWS] with experts or columns over the 32 lanes of a warp: reductions over axis 0 stay inside a warp.
+"""
+
+import triton
+import triton.language as tl
+
+from evenroute.routing._choose import ID_SHIFT, LAST_EXPERT, choose_best, row_bias, softmax_parts
+from evenroute.routing._deal import hash_row, hash_to, share_by_hash, share_by_ticket
+from evenroute.routing._scores import FLOAT_MAX, clean_logit, inverse_image, score_of
+
+INFINITY_IMAGE = tl.constexpr(-2139095041)  # order_image(-inf)
+
+
+@triton.jit
+def order_by_payload(pay, lane, K: tl.constexpr):
+    """Columns by descending payload, that is by rising expert id; absent ones (-1) last."""
+    out = tl.full(lane.shape, -1, tl.int32)
+    rest = pay
+    for k in tl.static_range(K):
+        top = tl.max(rest, axis=0, keep_dims=True)
+        out = tl.where(lane == k, top, out)
+        rest = tl.where(rest == top, -1, rest)
+    return out
+
+
+@triton.jit
+def pick_slots(
+    tables_ptr,
+    tickets_ptr,
+    seed_ptr,
+    row,
+    expert,
+    pay,
+    valid,
+    rank_salt,
+    ep_rank,
+    FORM: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    COUNT: tl.constexpr,
+    PAYLOAD: tl.constexpr,
+    AT: tl.constexpr,
+    E: tl.constexpr,
+    TICKET_COPIES: tl.constexpr,
+    TICKET_STRIDE: tl.constexpr,
+):
+    """Slot of every (row, expert) [32, ROWS]; AT: columns of the layer's table row (see `route_kernel.py`)."""
+    if FORM == "static":
+        if PAYLOAD:
+            return pay & 0xFFFFF
+        return tl.load(tables_ptr + AT[3] + expert, mask=valid, other=0)
+    if PAYLOAD:
+        offset = (pay >> 8) & 0xFFF
+        count = (pay >> 1) & 0x7F
+        uneven = (pay & 1) != 0
+    else:
+        span = tl.load(tables_ptr + AT[0] + expert, mask=valid, other=2)
+        offset = span >> 11
+        count = (span >> 1) & 0x3FF
+        uneven = (span & 1) != 0
+    count = tl.where(valid, count, 1)
+    uneven = uneven & valid
+    if FORM == "exact":
+        copy = tl.program_id(0) % TICKET_COPIES
+        word = (copy * E + expert).to(tl.int64) * TICKET_STRIDE
+        step: tl.constexpr = 4294967297 if COUNT else 1
+        ticket = tl.atomic_add(
+            tickets_ptr + word, tl.full(expert.shape, step, tl.int64), mask=valid, sem="relaxed"
+        )
+        turn = ticket.to(tl.uint32)
+        start = (expert + ep_rank + copy).to(tl.uint32)
+        replica = ((turn + start) % count.to(tl.uint32)).to(tl.int32)
+        if WEIGHTED:
+            phase = (turn % 65535).to(tl.int32)
+            shared = share_by_ticket(tables_ptr + AT[2], offset, count, uneven, phase)
+            replica = tl.where(uneven, shared, replica)
+    else:
+        salt = rank_salt.to(tl.uint32)
+        if FORM == "hash":
+            salt = salt + tl.load(seed_ptr).to(tl.uint32) * 0x27D4EB2F
+        hashes = hash_row(row, expert, salt)
+        replica = hash_to(hashes, count)
+        if WEIGHTED:
+            shared = share_by_hash(tables_ptr + AT[2], offset, count, uneven, hashes)
+            replica = tl.where(uneven, shared, replica)
+    return tl.load(tables_ptr + AT[1] + offset + replica, mask=valid, other=0)
+
+
+@triton.jit
+def store_columns(
+    weights_ptr,
+    physical_ptr,
+    logical_ptr,
+    local_ptr,
+    packed_ptr,
+    scratch_ptr,
+    index,
+    mask,
+    valid,
+    weight,
+    physical,
+    logical,
+    local,
+    EMIT: tl.constexpr,
+):
+    """Write one tile of columns in every wanted form; EMIT follows `OUTPUT_NAMES`."""
+    weight = tl.where(valid, weight, 0.0)
+    physical = tl.where(valid, physical, -1)
+    if EMIT[0]:
+        tl.store(weights_ptr + index, weight, mask=mask)
+    if EMIT[1]:
+        tl.store(physical_ptr + index, physical, mask=mask)
+    if EMIT[2]:
+        tl.store(logical_ptr + index, tl.where(valid, logical, -1), mask=mask)
+    if EMIT[3]:
+        tl.store(local_ptr + index, tl.where(valid, local, -1), mask=mask)
+    if EMIT[4]:
+        bits = weight.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        tl.store(packed_ptr + index, (physical << 16) | bits, mask=mask)
+    if EMIT[5]:
+        tl.atomic_add(scratch_ptr + 1 + physical, 1, mask=mask & valid, sem="relaxed")
+
+
+@triton.jit
+def publish_histogram(histogram_ptr, scratch_ptr, BUCKETS: tl.constexpr, BLOCK: tl.constexpr):
+    """The last program to get here moves the histogram from scratch to its place and clears scratch for the next."""
+    tl.debug_barrier()
+    done = tl.atomic_add(scratch_ptr, 1, sem="acq_rel")
+    if done == tl.num_programs(0) - 1:
+        for start in range(0, BUCKETS, BLOCK):
+            bucket = start + tl.arange(0, BLOCK)
+            inside = bucket < BUCKETS
+            amount = tl.atomic_xchg(
+                scratch_ptr + 1 + bucket, tl.zeros([BLOCK], tl.int32), mask=inside, sem="relaxed"
+            )
+            tl.store(histogram_ptr + bucket, amount, mask=inside)
+        tl.atomic_xchg(scratch_ptr, 0, sem="relaxed")
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "vocab", "row_offset", "rank_salt", "ep_rank"],
+)
+def route(
+    weights_ptr,
+    physical_ptr,
+    logical_ptr,
+    local_ptr,
+    packed_ptr,
+    histogram_ptr,
+    scratch_ptr,
+    counts_ptr,
+    tickets_ptr,
+    logits_ptr,
+    bias_ptr,
+    marked_ptr,
+    marker_ptr,
+    given_ids_ptr,
+    given_weights_ptr,
+    token_table_ptr,
+    token_ids_ptr,
+    num_valid_ptr,
+    seed_ptr,
+    tables_ptr,
+    num_tokens,
+    row_stride,
+    bias_stride,
+    vocab,
+    row_offset,
+    rank_salt,
+    ep_rank,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    G: tl.constexpr,
+    TG: tl.constexpr,
+    TOP2: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    MODE: tl.constexpr,
+    SCORING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BIAS_ON_SCORE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_MARKED: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    BY_ID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    SCALE: tl.constexpr,
+    SHARED_WEIGHT: tl.constexpr,
+    SHARED_PAD: tl.constexpr,
+    PER_RANK: tl.constexpr,
+    LOCAL_SLOTS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    FORM: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    COUNT: tl.constexpr,
+    PAYLOAD: tl.constexpr,
+    AT: tl.constexpr,
+    COPIES: tl.constexpr,
+    TICKET_COPIES: tl.constexpr,
+    TICKET_STRIDE: tl.constexpr,
+    EMIT: tl.constexpr,
+    BUCKETS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pid = tl.program_id(0)
+    row = pid.to(tl.int64) * ROWS + tl.arange(0, ROWS)[None, :]
+    lane = tl.broadcast_to(tl.arange(0, 32)[:, None], [32, ROWS])
+    exists = row < num_tokens
+    live = exists
+    if HAS_VALID:
+        live = row < tl.minimum(tl.load(num_valid_ptr), num_tokens)
+    ANY_BIAS: tl.constexpr = HAS_BIAS or HAS_MARKED
+    logit_row = logits_ptr + row * row_stride
+    bias_row = bias_ptr + row * bias_stride
+    marked = exists
+    if HAS_MARKED:
+        marked = tl.load(marker_ptr + row, mask=exists, other=0) != 0
+    SHAPE: tl.constexpr = (32, ROWS, 4)
+    RAGGED: tl.constexpr = (CHUNKS * 128) != E
+    LAYOUT: tl.constexpr = (CHUNKS * 4, E, G, GROUP_PAD, RAGGED, SOFTCAP)
+    PAYLOAD_AT: tl.constexpr = AT[5] if FORM == "static" else AT[4]
+    SCORE: tl.constexpr = (SCORING, BIAS_ON_SCORE, ANY_BIAS, HAS_MARKED, HAS_BIAS, PAYLOAD)
+
+    # The row's denominator, where chosen scores alone do not give the weights.
+    NEED_SUM: tl.constexpr = (
+        (SCORING == "softmax")
+        and (MODE != "given")
+        and ((not RENORMALIZE) or EPSILON > 0.0 or ANY_BIAS or MODE == "table")
+    )
+    largest = tl.zeros([1, ROWS], tl.float32)
+    denominator = tl.full([1, ROWS], 1.0, tl.float32)
+    if NEED_SUM:
+        largest, denominator = softmax_parts(logit_row, exists, CHUNKS, SHAPE, LAYOUT)
+
+    routed = lane < K
+    best_key = tl.zeros([32, ROWS], tl.int32)
+    if MODE == "choose":
+        best_key, pay = choose_best(
+            logit_row,
+            bias_row,
+            marked_ptr,
+            marked,
+            tables_ptr + PAYLOAD_AT,
+            exists,
+            largest,
+            denominator,
+            lane,
+            K,
+            CHUNKS,
+            DEPTH,
+            TG,
+            GROUP_LANES,
+            TOP2,
+            SHAPE,
+            LAYOUT,
+            SCORE,
+        )
+        pay = tl.where(routed, pay, -1)
+    else:
+        take = routed & exists
+        if MODE == "given":
+            expert = tl.load(given_ids_ptr + row * K + lane, mask=take, other=-1).to(tl.int64)
+        else:
+            token = tl.load(token_ids_ptr + row, mask=exists, other=-1).to(tl.int64)
+            known = take & (token >= 0) & (token < vocab)
+            expert = tl.load(token_table_ptr + token * K + lane, mask=known, other=-1).to(tl.int64)
+        inside = take & (expert >= 0) & (expert < E)
+        expert = tl.where(inside, expert, 0).to(tl.int32)
+        # The column in the payload keeps repeated ids apart and finds given weights again.
+        pay = tl.where(inside, ((LAST_EXPERT - expert) << ID_SHIFT) | (63 - lane), -1)
+    if BY_ID:
+        pay = order_by_payload(pay, lane, K)
+    valid = routed & live & (pay >= 0)
+    expert = tl.where(pay >= 0, LAST_EXPERT - (pay >> ID_SHIFT), 0)
+
+    if MODE == "given":
+        weight = tl.load(given_weights_ptr + row * K + (63 - (pay & 63)), mask=valid, other=0.0).to(
+            tl.float32
+        )
+        weight = tl.where((weight != weight) | (weight < -FLOAT_MAX), 0.0, tl.minimum(weight, FLOAT_MAX))
+    else:
+        KEY_IS_LOGIT: tl.constexpr = (
+            (MODE == "choose") and (not BY_ID) and (SCORING == "softmax") and (not ANY_BIAS)
+        )
+        if KEY_IS_LOGIT:
+            x = tl.where(valid & (best_key >= INFINITY_IMAGE), inverse_image(best_key), float("-inf"))
+        else:
+            x = clean_logit(tl.load(logit_row + expert, mask=valid, other=float("-inf")), SOFTCAP)
+            x = tl.where(valid, x, float("-inf"))
+        if SCORING == "softmax" and not NEED_SUM:
+            top = tl.max(tl.where(x == x, x, float("-inf")), axis=0, keep_dims=True)
+            largest = tl.where(top == float("-inf"), 0.0, top)
+        weight = score_of(x, largest, denominator, SCORING)
+        if ANY_BIAS:
+            if MODE == "choose" and not BY_ID:
+                usable = best_key > INFINITY_IMAGE
+            else:
+                bias = row_bias(bias_row, marked_ptr, marked, expert, valid, HAS_MARKED, HAS_BIAS)
+                usable = bias >= -FLOAT_MAX
+            weight = tl.where(usable, weight, 0.0)
+    weight = tl.where(valid, weight, 0.0)
+    if RENORMALIZE:
+        total = tl.sum(weight, axis=0, keep_dims=True)
+        if EPSILON > 0.0:
+            total = total + EPSILON
+        else:
+            total = tl.where(total > 0.0, total, 1.0)
+        weight = weight / total
+    if SCALE != 1.0:
+        weight = tl.minimum(weight * SCALE, FLOAT_MAX)
+
+    slot = pick_slots(
+        tables_ptr,
+        tickets_ptr,
+        seed_ptr,
+        row + row_offset,
+        expert,
+        pay,
+        valid,
+        rank_salt,
+        ep_rank,
+        FORM,
+        WEIGHTED,
+        COUNT,
+        PAYLOAD and MODE == "choose",
+        AT,
+        E,
+        TICKET_COPIES,
+        TICKET_STRIDE,
+    )
+    if COUNT and FORM != "exact":
+        counter = counts_ptr + (pid % COPIES) * E + expert
+        tl.atomic_add(counter, 1, mask=valid, sem="relaxed")
+
+    rank = slot // LOCAL_SLOTS
+    local = slot - rank * LOCAL_SLOTS
+    here = tl.where(rank == ep_rank, local, -1)
+    physical = slot
+    if PER_RANK:
+        physical = slot + rank * S
+    column = row * (K + S)
+    store_columns(
+        weights_ptr,
+        physical_ptr,
+        logical_ptr,
+        local_ptr,
+        packed_ptr,
+        scratch_ptr,
+        column + lane,
+        routed & exists,
+        valid,
+        weight,
+        physical,
+        expert,
+        here,
+        EMIT,
+    )
+    if S > 0:
+        shared = tl.broadcast_to(tl.arange(0, SHARED_PAD)[:, None], [SHARED_PAD, ROWS])
+        if PER_RANK:
+            shared_slot = ep_rank * (LOCAL_SLOTS + S) + LOCAL_SLOTS + shared
+        else:
+            shared_slot = NUM_SLOTS + shared
+        store_columns(
+            weights_ptr,
+            physical_ptr,
+            logical_ptr,
+            local_ptr,
+            packed_ptr,
+            scratch_ptr,
+            column + K + shared,
+            (shared < S) & exists,
+            (shared < S) & live,
+            tl.full([SHARED_PAD, ROWS], SHARED_WEIGHT, tl.float32),
+            shared_slot,
+            E + shared,
+            LOCAL_SLOTS + shared,
+            EMIT,
+        )
+    if EMIT[5]:
+        publish_histogram(histogram_ptr, scratch_ptr, BUCKETS, 128)
