@@ -265,7 +265,12 @@ class RankCore:
     # ----------------------------------------------------------------------- votes (forward thread)
 
     def set_staged(self, num_layers: int) -> None:
-        """How many of the present target's opened layers are staged here, as a prefix; committed ones included."""
+        """How many of the present target's opened layers are staged here, as a prefix; committed ones included.
+
+        Means nothing while there is no target: the mover goes on counting the last one's until `Discard`.
+        """
+        if self.state.target is None:
+            return
         assert self._staged <= num_layers <= self.state.opened, (
             f"staged {num_layers}: not in {self._staged}..{self.state.opened}"
         )
@@ -273,7 +278,7 @@ class RankCore:
 
     def set_error(self, found: bool) -> None:
         """Whether content staged for the present target is bad. Stays until the target is dropped."""
-        self._error = self._error or found
+        self._error = self.state.target is not None and (self._error or found)
 
     def vote(self) -> NDArray[np.int64]:
         """The vector to post, int64 [10]; pins what it names until it is decided."""
