@@ -1,3 +1,4 @@
+# ruff: noqa: SIM102
 # mypy: ignore-errors
 """From logits to the K best pairs of each row: loads, keys, groups, lists, and the exact fallback."""
 

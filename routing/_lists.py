@@ -1,3 +1,4 @@
+# ruff: noqa: RUF005
 # mypy: ignore-errors
 """Lane lists: every lane keeps its largest (key, payload) pairs sorted, in registers.
 

@@ -33,7 +33,7 @@ def supports_groups(config: RouterConfig) -> bool:
 
 
 def overflow_chance(top_k: int, lanes: int, depth: int) -> float:
-    """Chance that some lane holds `depth` or more of a row's top_k, experts falling on lanes at random (union bound)."""
+    """Chance that some lane holds `depth` or more of a row's top_k if they fall at random (union bound)."""
     share = 1.0 / lanes
     tail = sum(math.comb(top_k, n) * share**n * (1 - share) ** (top_k - n) for n in range(depth, top_k + 1))
     return lanes * tail

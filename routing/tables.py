@@ -100,8 +100,8 @@ class DispatchTables:
         replica_threshold [L, P]   cumulative shares within an expert, the last is 65535
         replica_span [L, E]        offset << 11 | replicas << 1 | (shares are uneven)
         static_slot [L, E]         the slot that `static` dispatch uses on this rank
-        replica_payload, static_payload [L, E]   the same with the inverted id in front (2047 - e) << 20 | ..., which the
-                                   kernels carry through the choice: the largest payload is the lowest id
+        replica_payload, static_payload [L, E]   the same behind the inverted id, (2047 - e) << 20 | ...: what the
+                                   kernels carry through the choice (the largest payload is the lowest id)
 
     Updates are enqueued on the current stream; the host waits only if it overtakes an update of the same layer.
     """
