@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as torch_dist
 from numpy.typing import NDArray
 
+from evenroute.eplb.store import StoreReader
 from evenroute.tools.stress_measure import Segment
 
 
@@ -113,3 +115,24 @@ class StepChecks:
         if int(wrong):
             return Finding("ids map back", False, f"{int(wrong)} physical ids do not hold the expert chosen")
         return Finding("ids map back", True, "every physical id holds the logical expert that was chosen")
+
+
+def stored_counts(
+    group: torch_dist.ProcessGroup, *, counted: int, unsent: int, store: Path | None, run: int
+) -> Finding:
+    """Compares what all ranks counted with what the rebalancer stored. Collective.
+
+    `counted` and `unsent` are tokens of this rank's reports, `unsent` those not known to be stored (at most;
+    the window in flight may be); `store` is given on rank 0 where its file is at hand.
+    """
+    sums = torch.tensor([counted, unsent], dtype=torch.int64)
+    torch_dist.all_reduce(sums, group=group)
+    total, open_tokens = int(sums[0]), int(sums[1])
+    detail = f"{total} tokens counted, {open_tokens} of them not known to be stored"
+    if store is None:
+        return Finding("counts stored", True, detail)
+    reader = StoreReader(store)
+    stored = sum(window.tokens for window in reader.windows() if window.run == run)
+    reader.close()
+    held = total - open_tokens <= stored <= total
+    return Finding("counts stored", held, f"{detail}, {stored} in the store")

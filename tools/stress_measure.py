@@ -103,10 +103,11 @@ class SegmentRecorder:
 
 @dataclass
 class ForwardCost:
-    """Microseconds of `agent.step()` beside a bare copy-and-zero of the same count array, same run."""
+    """Microseconds a step: `agent.step()`, a bare copy-and-zero of the same count array, the whole step."""
 
     step_us: list[float] = field(default_factory=list)
     copy_us: list[float] = field(default_factory=list)
+    whole_us: list[float] = field(default_factory=list)
 
     def time_copy_and_zero(self, counts: torch.Tensor, out: torch.Tensor) -> None:
         """One bare copy-and-zero of `counts [L, E]` int64, the yardstick of the forward thread's cost."""
@@ -116,10 +117,16 @@ class ForwardCost:
         self.copy_us.append((time.perf_counter() - start) * 1e6)
 
     def summary(self) -> dict[str, float]:
-        """Medians and 99th percentiles in microseconds."""
+        """Medians, 99th percentiles and maxima in microseconds."""
         result: dict[str, float] = {}
-        for name, values in (("agent_step", self.step_us), ("copy_and_zero", self.copy_us)):
+        measured = (
+            ("agent_step", self.step_us),
+            ("copy_and_zero", self.copy_us),
+            ("whole_step", self.whole_us),
+        )
+        for name, values in measured:
             if values:
                 result[f"{name}_median_us"] = float(np.median(values))
                 result[f"{name}_p99_us"] = float(np.percentile(values, 99))
+                result[f"{name}_max_us"] = float(max(values))
         return result

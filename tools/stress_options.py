@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--routing", choices=ROUTINGS, default="zipf", help="where the logits come from (default: zipf)")
     add("--loads", type=Path, help="with --routing trace: a JSON file with `logical_count`")
-    add("--zipf-exponent", type=float, default=1.0, help="skew of --routing zipf (default: 1.0)")
+    add("--zipf-exponent", type=float, default=1.2, help="skew of --routing zipf (default: 1.2)")
     add("--steps", type=int, default=300)
     add("--tokens", type=int, default=128, help="rows a rank and step (default: 128)")
     add("--model", choices=sorted(MODEL_SHAPES), default="dsv3")

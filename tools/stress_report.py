@@ -30,8 +30,17 @@ class SegmentLike(Protocol):
     def predicted(self) -> Balancedness: ...
 
 
+EPOCH_RANDOM_BITS = 20  # design, "Switch protocol": epoch = counter * 2^20 + random bits
+
+
 def _figure(value: float | None) -> str:
     return "no data" if value is None else f"{value:.3f}"
+
+
+def key_label(key: Sequence[int]) -> str:
+    """A key as a person reads it: how often the rebalancer was started, and the placement's number."""
+    epoch, version = key
+    return f"{epoch >> EPOCH_RANDOM_BITS}.{version}" if epoch else "start"
 
 
 def segment_rows(segments: Sequence[SegmentLike]) -> list[dict[str, Any]]:
@@ -92,7 +101,7 @@ def _segments_table(report: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
     for row in report["segments"]:
         key = row["key"]
-        label = "switching" if key is None else ("start" if not any(key) else f"{key[0]}.{key[1]}")
+        label = "switching" if key is None else key_label(key)
         table.add_row(
             f"{row['first_step']}-{row['last_step']}",
             label,

@@ -1,0 +1,104 @@
+"""The stress run's own rebalancer: one `evenroute rebalancer` process in a temporary folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as torch_dist
+
+from evenroute.tools.stress_options import StressOptions
+
+START_LIMIT_S = 90.0  # the planner's first compilation is within it
+STOP_LIMIT_S = 6.0
+
+
+def windows_per_plan(interval_steps: int) -> tuple[int, int]:
+    """(steps a window, windows a plan) for `interval_steps`, about three windows to a plan."""
+    window_steps = max(1, interval_steps // 3)
+    return window_steps, max(1, interval_steps // window_steps)
+
+
+class OwnRebalancer:
+    """A rebalancer process that lives as long as the run; its store stays where `--store` says, else nowhere."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, store: Path) -> None:
+        self._process = process
+        self._folder = folder
+        self.store = store
+        self.address = f"ipc://{folder}/r.sock"
+
+    @classmethod
+    def start(cls, options: StressOptions) -> OwnRebalancer:
+        """Starts it and waits until it serves. RuntimeError with its last line if it does not within 90 s."""
+        folder = Path(tempfile.mkdtemp(prefix="evenroute-"))
+        ready = folder / "ready.json"
+        config = folder / "rebalancer.toml"
+        _, windows = windows_per_plan(options.interval_steps)
+        store = options.store if options.store is not None else folder / "run.db"
+        config.write_text(
+            "[rebalancer]\n"
+            f'bind = "ipc://{folder}/r.sock"\n'
+            f"store = {json.dumps(str(store.absolute()))}\n"
+            f"ready_file = {json.dumps(str(ready))}\n"
+            'log_level = "warning"\n'
+            "[planner]\n"
+            f"interval = {windows}\n"
+            'interval_unit = "windows"\n'
+            f'policy = "{options.policy}"\n'
+            f"num_groups = {options.shape.num_groups if options.policy == 'hierarchical' else 1}\n"
+        )
+        # Ranks set their own thread and torchrun variables; a process beside them shall not join the job.
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+        }
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "evenroute.tools", "rebalancer", "--config", str(config)],
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+        own = cls(process, folder, store)
+        deadline = time.monotonic() + START_LIMIT_S
+        while not ready.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                last = (folder / "log").read_text().strip().splitlines()[-1:]
+                own.stop()
+                raise RuntimeError(f"the rebalancer did not start: {' '.join(last) or 'no message'}")
+            time.sleep(0.05)
+        return own
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL after its stated limit; removes the temporary folder."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(STOP_LIMIT_S)
+        for path in self._folder.glob("*"):
+            path.unlink(missing_ok=True)
+        self._folder.rmdir()
+
+
+def share_text(text: str, group: torch_dist.ProcessGroup) -> str:
+    """Rank 0's `text` (at most 512 bytes) on all ranks of `group`. Collective."""
+    data = torch.zeros(512, dtype=torch.uint8)
+    encoded = text.encode()
+    assert len(encoded) <= data.numel()
+    data[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    torch_dist.broadcast(data, group=group, group_src=0)
+    return bytes(data.tolist()).rstrip(b"\0").decode()
