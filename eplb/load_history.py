@@ -21,7 +21,7 @@ MAX_POINTS = 2048
 
 @dataclass(eq=False)
 class Bin:
-    """Sum of neighbouring windows."""
+    """Sum of neighbouring windows; `time` is the first one's."""
 
     counts: NDArray[np.float32]
     num_windows: int
@@ -48,6 +48,7 @@ class Achieved:
     """What a placement achieved while it was in use."""
 
     event: PlacementEvent
+    first_window: int
     num_windows: int = 0
     mean_sum: float = 0.0
     mean_count: int = 0
@@ -162,7 +163,7 @@ class _Timeline:
             if event.placement.topology.ep_size != self._fallback.ep_size:
                 continue
             self.map = RankLoadMap.of(event.placement)
-            self.current = Achieved(event)
+            self.current = Achieved(event, self._history.num_windows)
             self._history.achieved.append(self.current)
 
     @staticmethod
@@ -180,7 +181,6 @@ def _merge_bins(bins: list[Bin]) -> list[Bin]:
         left.counts += right.counts
         left.num_windows += right.num_windows
         left.last_step = right.last_step
-        left.time = right.time if right.time is not None else left.time
         merged.append(left)
     return merged
 
@@ -276,7 +276,6 @@ def _add_bin(history: History, index: int, window: Window, width: int) -> int:
         last.counts += window.counts.astype(np.float32)
         last.num_windows += 1
         last.last_step = window.last_step
-        last.time = window.time if window.time is not None else last.time
         return width
     if len(bins) == MAX_BINS:
         history.bins = bins = _merge_bins(bins)

@@ -28,6 +28,10 @@ NumSlots = Annotated[int | None, typer.Option(min=1, help="Slots over all ranks.
 NumExperts = Annotated[int | None, typer.Option(min=1, help="Experts, for traces that do not state them.")]
 Top = Annotated[int, typer.Option(min=1, help="How many experts and ranks to list.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
+PlanSlots = Annotated[
+    int | None,
+    typer.Option(min=1, help="Slots of the plan in pictures; by default one redundant slot a rank."),
+]
 Html = Annotated[Path | None, typer.Option(help="Write one self-contained page with heatmaps.")]
 Png = Annotated[Path | None, typer.Option(help="Write a picture for a ticket (needs matplotlib).")]
 
@@ -46,6 +50,7 @@ class Settings:
     num_experts: int | None = None
     top: int = 10
     as_json: bool = False
+    plan_slots: int | None = None
     html: Path | None = None
     png: Path | None = None
 
@@ -63,6 +68,7 @@ def inspect(
     num_experts: NumExperts = None,
     top: Top = 10,
     as_json: AsJson = False,
+    plan_slots: PlanSlots = None,
     html: Html = None,
     png: Png = None,
 ) -> None:
@@ -79,6 +85,7 @@ def inspect(
         num_experts,
         top,
         as_json,
+        plan_slots,
         html,
         png,
     )

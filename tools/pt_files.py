@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ def read_pt(path: Path) -> Any:
     try:
         data = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped or None)
     except pickle.UnpicklingError as error:
-        text = " ".join(str(error).split())
-        if "Unsupported global" in text or "Unsupported class" in text or "WeightsUnpickler" in text:
-            name = text.split("GLOBAL ", 1)[-1].split(" was not", 1)[0][:80]
+        found = re.search(r"GLOBAL (\S+)|class (\S+)", str(error))
+        if found:
+            name = (found[1] or found[2]).rstrip(".,")
             raise ValueError(f"{path}: holds Python objects ({name}), which are never executed") from None
         raise damaged(path, "not a whole torch file") from None
     except (RuntimeError, EOFError, KeyError, ValueError, AttributeError, TypeError, IndexError) as error:
