@@ -1,4 +1,4 @@
-"""A small expert-parallel model over a rank pool: tagged weights, router, mover, driver, and the reference beside it."""
+"""A small expert-parallel model over a rank pool: tagged weights, router, mover, driver, the reference beside it."""
 
 from __future__ import annotations
 
@@ -111,14 +111,22 @@ class World:
 
 
 def build_world(
-    ranks: Ranks, case: Case, *, resident: Placement | None = None, limit_s: float = 30.0
+    ranks: Ranks,
+    case: Case,
+    *,
+    filled_as: Placement | None = None,
+    limit_s: float = 30.0,
+    groups: str = "",
 ) -> World:
-    """Weights lie as ``resident`` says (default: identity with round-robin redundancy); a random placement is loaded."""
+    """Weights lie in identity order with round-robin redundancy (``filled_as``: in another, against what the mover is
+    told); a random placement is loaded."""
     rng = np.random.default_rng(case.seed)
-    resident = resident or Placement.initial(case.num_layers, case.num_experts, case.num_slots, case.topology)
+    resident = Placement.initial(case.num_layers, case.num_experts, case.num_slots, case.topology)
     start = random_placement(rng, case.num_layers, case.num_experts, case.num_slots, case.topology)
     tables = DispatchTables(start, ep_rank=ranks.rank, device="cpu")
-    tensors = weights_in_order(case, resident, ranks.rank)
+    tensors = weights_in_order(case, filled_as or resident, ranks.rank)
+    shared = [_shared_experts(case, layer) for layer in range(case.num_layers)]
+    wholes = [_with_shared_slots(case, own, shared[layer]) for layer, own in enumerate(tensors)]
     weights = ExpertWeights(tensors, case.num_local)
     one_layer = sum(-(-t.nbytes // 512) * 512 for t in tensors[0].values())
     config = MigrationConfig(
@@ -128,10 +136,12 @@ def build_world(
         verify=case.verify,
         transfer_limit_s=limit_s,
     )
-    mover = WeightMover(weights, tables, group=ranks.group("move", limit_s), resident=resident, config=config)
+    mover = WeightMover(
+        weights, tables, group=ranks.group(groups + "move", limit_s), resident=resident, config=config
+    )
     mover.load(start)
     driver = MoeDriver(
-        mover, start, ranks.group("vote", limit_s), agree_every=case.agree_every, limit_s=limit_s
+        mover, start, ranks.group(groups + "vote", limit_s), agree_every=case.agree_every, limit_s=limit_s
     )
     router = Router(
         RouterConfig(
@@ -148,23 +158,31 @@ def build_world(
         tokens=case.tokens,
         emit=("weights", "physical_ids", "logical_ids"),
     )
-    shared = [_shared_experts(case, layer) for layer in range(case.num_layers)]
     layers = []
-    for layer, own in enumerate(tensors):
-        gate_up, down = own["gate_up"], own["down"]
-        here = shared[layer]
-        if case.shared_mode == "per_rank" and here:
-            raise AssertionError("per-rank shared slots are built by build_per_rank")
+    for layer, (gate_up, down) in enumerate(wholes):
         layers.append(
             EpMoeLayer(
                 SwiGluExperts(gate_up, down),
                 group=ranks.group("layers"),
                 tokens=case.tokens,
                 exchange=case.exchange,
-                shared_experts=here,
+                shared_experts=shared[layer] if case.shared_mode == "global" else [],
             )
         )
     return World(case, ranks, start, tables, tensors, mover, driver, router, layers, shared)
+
+
+def _with_shared_slots(
+    case: Case, own: dict[str, Tensor], shared: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """(gate_up, down) of the rank's slots; with shared experts per rank they are the last slots, and what is registered
+    in ``own`` becomes the view of those before."""
+    if case.shared_mode == "global" or not shared:
+        return own["gate_up"], own["down"]
+    gate_up = torch.cat([own["gate_up"], torch.stack([a for a, _ in shared])])
+    down = torch.cat([own["down"], torch.stack([b for _, b in shared])])
+    own["gate_up"], own["down"] = gate_up[: case.num_local], down[: case.num_local]
+    return gate_up, down
 
 
 def _shared_experts(case: Case, layer: int) -> list[tuple[Tensor, Tensor]]:
@@ -226,6 +244,15 @@ def check_weights(world: World, only: list[int] | None = None) -> None:
         assert world.mover.slot_experts(layer).tolist() == own.tolist()
 
 
+def run_until_idle(world: World, limit: int = 500) -> list[list[int]]:
+    """Steps without layers until nothing is proposed or under way; the layers switched by each."""
+    switched = [world.driver.step()]
+    while not world.driver.idle:
+        switched.append(world.driver.step())
+        assert len(switched) < limit, "stuck"
+    return switched
+
+
 def run_chain(ranks: Ranks, case: Case, num_placements: int) -> Mapping[str, float]:
     """Steps through a chain of random placements; every step's outputs against the reference, weights at each switch.
 
@@ -249,7 +276,7 @@ def run_chain(ranks: Ranks, case: Case, num_placements: int) -> Mapping[str, flo
         switched = world.driver.step()
         switches += len(switched)
         check_weights(world, switched)
-        keys = {key for key in world.driver.state.live_keys}
+        keys = set(world.driver.state.live_keys)
         world.mixed_steps += len(keys) > 1
         for layer in range(case.num_layers):
             out, wanted, _ = run_layer(world, step, layer)
