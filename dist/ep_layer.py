@@ -86,7 +86,8 @@ class EpMoeLayer:
             out = self._padded(hidden, routing.weights, ids, routed)
         for number, (gate_up, down) in enumerate(self.shared_experts):
             weight = (routing.weights * (ids == num_slots * self.ep_size + number)).sum(dim=1, keepdim=True)
-            out = out + weight * expert_mlp(hidden, gate_up, down).float()
+            product = torch.addcmul(out, expert_mlp(hidden, gate_up, down).float(), weight)
+            out = torch.where(weight == 0, out, product)  # a row of padding may hold anything
         if not routing.scaling_applied:
             out = out * routing.routed_scaling_factor
         return out.to(hidden.dtype)
