@@ -31,7 +31,7 @@ class PlanCycle:
 
     def __init__(self, core: RebalancerCore, settings: PlannerSettings, now: float) -> None:
         self.settings = settings
-        self.planner = PlannerProcess(settings.time_limit_s)
+        self.planner = PlannerProcess(settings.time_limit_s, settings.function)
         self.cycle = 0
         self.succeeded = 0
         self.errors: Counter[str] = Counter()

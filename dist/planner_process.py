@@ -2,7 +2,7 @@
 
 Parent and child speak length-prefixed msgpack over the child's stdin and stdout; nothing is ever unpickled. The child
 plans one request at a time and lives on (its compiled code stays warm); the parent kills it when the time limit is up
-and starts another.
+and starts another. A child says when it is ready (imports and compilation done): the time limit is the plan's alone.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from evenroute.eplb.topology import Topology
 
 _LENGTH_BYTES = 4
 _MAX_REPLY_BYTES = 64 * 1024 * 1024
+_DEFAULT_FUNCTION = "evenroute.eplb.planner:plan_placement"
+START_LIMIT_S = 300.0  # until a child is ready; a first compilation takes a minute on a busy host
 
 
 class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,13 +83,15 @@ def _placement(wire: WirePlacement) -> Placement:
 class PlannerProcess:
     """The parent's side. `request` returns at once; `fileno` gets readable, then `receive` until it returns a reply."""
 
-    def __init__(self, time_limit_s: float) -> None:
+    def __init__(self, time_limit_s: float, function: str = _DEFAULT_FUNCTION) -> None:
         self._time_limit_s = time_limit_s
+        self._function = function
         self._child: subprocess.Popen[bytes] | None = None
         self._buffer = bytearray()
         self._to_send = memoryview(b"")
         self._cycle = 0
         self._started_at = 0.0
+        self._ready = False
         self.busy = False
 
     @property
@@ -98,8 +102,10 @@ class PlannerProcess:
     def start(self) -> None:
         """Start the child ahead of the first request, so that its imports cost nobody a wait."""
         if self._child is None:
+            self._ready = False
+            self._buffer.clear()
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "evenroute.dist.planner_process"],
+                [sys.executable, "-m", "evenroute.dist.planner_process", self._function],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
@@ -113,7 +119,6 @@ class PlannerProcess:
         self.start()
         body = msgspec.msgpack.encode(request)
         self._to_send = memoryview(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
-        self._buffer.clear()
         self._cycle, self._started_at, self.busy = request.cycle, time.monotonic(), True
 
     def poll_fds(self) -> tuple[int | None, int | None]:
@@ -126,7 +131,8 @@ class PlannerProcess:
 
     def remaining_s(self) -> float | None:
         """Seconds until the time limit; None when idle."""
-        return None if not self.busy else self._started_at + self._time_limit_s - time.monotonic()
+        limit_s = self._time_limit_s if self._ready else START_LIMIT_S
+        return None if not self.busy else self._started_at + limit_s - time.monotonic()
 
     def receive(self) -> PlanReply | None:
         """Go on sending and reading, without waiting. A reply, or None while it plans; PlannerError when it failed."""
@@ -151,10 +157,9 @@ class PlannerProcess:
             return reply
         remaining = self.remaining_s()
         if remaining is not None and remaining <= 0:
+            what = f"took longer than {self._time_limit_s:g} s" if self._ready else "was not ready in time"
             self._stop()
-            raise PlannerError(
-                "timeout", f"planner took longer than {self._time_limit_s:g} s and was stopped"
-            )
+            raise PlannerError("timeout", f"planner {what} and was stopped")
         return None
 
     def _write(self) -> None:
@@ -180,14 +185,24 @@ class PlannerProcess:
             self._buffer += chunk
             if len(self._buffer) > _MAX_REPLY_BYTES + _LENGTH_BYTES:
                 break
+        return self._parse()
+
+    def _parse(self) -> PlanReply | None:
         if len(self._buffer) < _LENGTH_BYTES:
             return None
         size = int.from_bytes(self._buffer[:_LENGTH_BYTES], "little")
+        if size == 0 and not self._ready:  # "ready"
+            self._ready, self._started_at = True, max(self._started_at, time.monotonic())
+            del self._buffer[:_LENGTH_BYTES]
+            return self._parse()
         if size > _MAX_REPLY_BYTES:
             raise ValueError(f"reply of {size} bytes")
         if len(self._buffer) < _LENGTH_BYTES + size:
             return None
-        reply = msgspec.msgpack.decode(bytes(self._buffer[_LENGTH_BYTES:]), type=PlanReply)
+        reply = msgspec.msgpack.decode(
+            bytes(self._buffer[_LENGTH_BYTES : _LENGTH_BYTES + size]), type=PlanReply
+        )
+        del self._buffer[: _LENGTH_BYTES + size]
         if reply.cycle != self._cycle:
             raise ValueError(f"reply to cycle {reply.cycle}, expected {self._cycle}")
         return reply
@@ -259,6 +274,16 @@ def plan(request: PlanRequest) -> PlanReply:
         )
 
 
+def _warm_up(function: str) -> None:
+    """Import the planner; compile the built-in one."""
+    try:
+        importlib.import_module(function.partition(":")[0])
+        if function == _DEFAULT_FUNCTION:
+            importlib.import_module("evenroute.eplb.warm_up").warm_up()
+    except Exception as error:  # each request will fail with the same, and be answered with it
+        print(f"planner {function}: {error}", file=sys.stderr)
+
+
 def _die_with_parent() -> None:
     """Linux: SIGKILL when the rebalancer is gone, so that a hanging planner never outlives it."""
     parent = os.getppid()
@@ -275,6 +300,9 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a planner prints goes to the log, never into the replies
     requests = sys.stdin.buffer
+    _warm_up(sys.argv[1] if len(sys.argv) > 1 else _DEFAULT_FUNCTION)
+    replies.write(bytes(_LENGTH_BYTES))
+    replies.flush()
     while (head := _read_exactly(requests, _LENGTH_BYTES)) is not None:
         body = _read_exactly(requests, int.from_bytes(head, "little"))
         if body is None:

@@ -33,6 +33,9 @@ def register(app: typer.Typer) -> None:
         ] = None,
         min_tokens: Annotated[int | None, typer.Option(help="Counted tokens that a plan needs.")] = None,
         policy: Annotated[str | None, typer.Option(help="Planner policy.")] = None,
+        planner: Annotated[
+            str | None, typer.Option(help="MODULE:FUNCTION with plan_placement's signature, in its place.")
+        ] = None,
         num_groups: Annotated[int | None, typer.Option(help="Expert groups (hierarchical policy).")] = None,
         metrics_bind: Annotated[str | None, typer.Option(help="HOST:PORT for Prometheus.")] = None,
         ready_file: Annotated[
@@ -62,6 +65,7 @@ def register(app: typer.Typer) -> None:
                     "interval_unit": seconds_or_windows[1],
                     "min_tokens": min_tokens,
                     "policy": policy,
+                    "function": planner,
                     "num_groups": num_groups,
                 },
                 "security": {

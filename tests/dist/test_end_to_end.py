@@ -16,7 +16,7 @@ AGENT = {
     "heartbeat_s": 0.3,
     "resend_s": 0.3,
 }
-FLAGS = ["--interval", "3w", "--policy", "global"]
+FLAGS = ["--interval", "3w", "--planner", "support.stub_planner:plan"]
 
 
 @pytest.fixture
