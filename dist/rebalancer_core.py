@@ -146,6 +146,7 @@ class RebalancerCore:
         self._accept_job = accept_job
         self._token = self._draw_token()
         self._newest_message: PlacementMessage | None = None
+        self._highest_fence = 0
         self._first_due = False
         self._published_at = 0.0
         self._timeout = config.publish_timeout_s
@@ -190,6 +191,9 @@ class RebalancerCore:
             return self._end(str(error))
 
     def _receive_status(self, peer: Peer, status: Status, now: float) -> list[Outgoing]:
+        self._highest_fence = max(self._highest_fence, status.fence)
+        if self._fenced(status):
+            return self._end(f"rank {status.rank} is led by epoch {status.fence}, above this one's {self.epoch}")
         if self.view is None or status.run != self.view.run:
             if status.token != self._token:
                 self.counters.statuses_of_other_runs += 1
@@ -212,6 +216,10 @@ class RebalancerCore:
                 f"rank {status.rank} is led by epoch {status.fence}, above this one's {self.epoch}"
             )
         return self._answer_status(peer, status, now)
+
+    def _fenced(self, status: Status) -> bool:
+        # Of any run: an epoch below a rank's fence can't reach that rank any more, not even with a token.
+        return self.phase is Phase.SERVING and status.fence > self.epoch
 
     def _answer_status(self, peer: Peer, status: Status, now: float) -> list[Outgoing]:
         assert self.view is not None
@@ -347,9 +355,8 @@ class RebalancerCore:
 
     def _begin(self, now: float) -> bool:
         """Take an epoch above all that are known; True if the life began."""
-        fences = [] if self.view is None else [rank.fence for rank in self.view.ranks.values()]
         try:
-            highest = max([self._store.last_epoch(), *fences])
+            highest = max(self._store.last_epoch(), self._highest_fence)
             counter = (highest >> EPOCH_RANDOM_BITS) + 1
             epoch = counter << EPOCH_RANDOM_BITS | self._random_bits(EPOCH_RANDOM_BITS)
             self._store.begin_epoch(epoch, pid=self.config.pid, now=self._stamp())

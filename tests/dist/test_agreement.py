@@ -14,7 +14,7 @@ from evenroute.dist.agreement import (
     vote_vector,
 )
 from evenroute.dist.messages import NO_KEY
-from support.protocol_helpers import minimum, placement_of, version_of, with_shares
+from support.protocol_helpers import minimum, placement_of, replace, version_of, with_shares
 
 START = version_of((1, 0))
 A, B = version_of((1, 1), seed=1), version_of((1, 2), seed=2)
@@ -205,7 +205,7 @@ def test_every_part_of_the_agreed_state_is_in_the_hash() -> None:
 
 def test_62_bit_values_keep_their_negatives_apart() -> None:
     top = 2**62 - 1
-    version = Version((top, top), START.placement, START.row_digests, top)
+    version = replace(START, key=(top, top), digest=top)
     vector = vote_vector(version, 3, True, top)
     assert vector.dtype == np.int64
     assert vector.tolist() == [top, -top, top, -top, top, -top, 3, -1, top, -top]
