@@ -255,7 +255,7 @@ def run_rank(options: StressOptions) -> int:
         address = "" if options.rebalancer == "off" else options.rebalancer
         if options.rebalancer == "start":
             if rank.rank == 0:
-                own = OwnRebalancer.start(options)
+                own = OwnRebalancer.start(options, console)
             address = share_text(own.address if own else "", group)
         rank.start_agent(address)
         rank.run(console)

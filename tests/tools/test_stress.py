@@ -10,7 +10,18 @@ import pytest
 
 from support.torchrun import finish, start_torchrun
 
-SMALL = ["--layers", "3", "--tokens", "64", "--interval-steps", "20", "--step-delay", "0.04"]
+SMALL = [
+    "--policy",
+    "global",
+    "--layers",
+    "3",
+    "--tokens",
+    "64",
+    "--interval-steps",
+    "20",
+    "--step-delay",
+    "0.04",
+]
 
 
 def run_stress(
@@ -47,7 +58,18 @@ def test_real_loads_reach_the_balance_that_was_predicted(
     tmp_path: Path, shared_data: Path, ranks: int
 ) -> None:
     loads = str(shared_data / "prefill_in4096.json")
-    words = ["--routing", "trace", "--loads", loads, "--tokens", "256", "--interval-steps", "12"]
+    words = [
+        "--policy",
+        "global",
+        "--routing",
+        "trace",
+        "--loads",
+        loads,
+        "--tokens",
+        "256",
+        "--interval-steps",
+        "12",
+    ]
     report = run_stress(tmp_path, ranks, *words, "--layers", "3", "--steps", "120", "--step-delay", "0.05")
     assert broken(report) == []
     assert report["switches"] >= 1
