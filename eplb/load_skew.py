@@ -47,6 +47,13 @@ class RankLoadMap:
                     made._factor[layer] = row.shares.astype(np.float64) / SHARE_TOTAL
         return made
 
+    @classmethod
+    def with_factors(cls, placement: Placement, factors: Floats) -> RankLoadMap:
+        """A map in which slot p takes the part ``factors [L, P]`` of its expert's load."""
+        made = cls(placement.physical_to_logical, placement.num_logical_experts, placement.topology.ep_size)
+        made._factor = factors
+        return made
+
     def slots(self, counts: NDArray[Any]) -> Floats:
         """Loads of the slots, ``[L, P]``."""
         return np.asarray(np.take_along_axis(counts, self._rows, axis=1) * self._factor, dtype=np.float64)

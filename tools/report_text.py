@@ -64,7 +64,8 @@ def _grid(pairs: Sequence[tuple[str, str]]) -> Table:
     return grid
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table without rules: the first column to the left, the others to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
@@ -164,7 +165,7 @@ def _skew(skew: dict[str, Any]) -> Table:
         ]
         for name, title in names.items()
     ]
-    return _table("Skew of experts", ["", "mean", "worst", "layer"], rows)
+    return plain_table("Skew of experts", ["", "mean", "worst", "layer"], rows)
 
 
 def _since(hot: dict[str, Any] | None) -> str:
@@ -186,7 +187,7 @@ def _hot_experts(facts: dict[str, Any]) -> Table:
         ]
         for found in facts["hottest_experts"]
     ]
-    return _table("Hottest experts", ["layer", "expert", "x mean", "of layer", "hot since"], rows)
+    return plain_table("Hottest experts", ["layer", "expert", "x mean", "of layer", "hot since"], rows)
 
 
 def _hot_ranks(facts: dict[str, Any]) -> Table:
@@ -194,7 +195,7 @@ def _hot_ranks(facts: dict[str, Any]) -> Table:
         [str(found["layer"]), str(found["rank"]), f"{found['times_mean']:.2f}"]
         for found in facts["hottest_ranks"]
     ]
-    return _table("Hottest ranks", ["layer", "rank", "x mean"], rows)
+    return plain_table("Hottest ranks", ["layer", "rank", "x mean"], rows)
 
 
 def _placements(placements: Sequence[dict[str, Any]]) -> Table:
@@ -215,7 +216,7 @@ def _placements(placements: Sequence[dict[str, Any]]) -> Table:
     title = "Placements and their effect" + (
         f" (the last {len(rows)} of {len(placements)})" if dropped else ""
     )
-    return _table(title, columns, rows)
+    return plain_table(title, columns, rows)
 
 
 def _placement_only(facts: dict[str, Any]) -> RenderableType:
@@ -263,7 +264,7 @@ def comparison(all_facts: Sequence[dict[str, Any]]) -> Table:
             ]
         )
     columns = ["file", "shape", "ranks", "wins", "routed", "balance", "worst", "skew"]
-    return _table("", columns, rows)
+    return plain_table("", columns, rows)
 
 
 def layer_detail(facts: dict[str, Any], width: int) -> RenderableType:
@@ -285,7 +286,7 @@ def layer_detail(facts: dict[str, Any], width: int) -> RenderableType:
         ]
         for found in facts["experts"]
     ]
-    experts = _table("Experts", ["expert", "load", "x mean", "of layer", "on ranks", "hot since"], rows)
+    experts = plain_table("Experts", ["expert", "load", "x mean", "of layer", "on ranks", "hot since"], rows)
     return Group(head, Text(), experts, Text(), _bars(facts["rank_loads"], width))
 
 
@@ -339,7 +340,7 @@ def diff(facts: dict[str, Any]) -> RenderableType:
         ]
         for found in facts["moved_experts"]
     ]
-    table = _table("Experts that changed most", ["layer", "expert", "before", "after", "points"], rows)
+    table = plain_table("Experts that changed most", ["layer", "expert", "before", "after", "points"], rows)
     return Group(head, Text(), table)
 
 
