@@ -19,7 +19,10 @@ from evenroute.dist.address import Address
 from evenroute.dist.keys import LOCAL_ROLE, ClientKeys, ServerKeys, ZapHandler
 
 LINGER_MS = 500
-QUEUE_FRAMES = 16  # a peer that does not read costs at most so many frames of memory each way
+QUEUE_FRAMES = 16  # frames that wait for a peer that does not read
+ROUTER_RECEIVE_FRAMES = (
+    4  # frames of one peer that wait for the rebalancer: its memory's bound is this times ranks
+)
 CONTROL_TAG = b"control"  # first frame of an operator's or viewer's request, and of its answer
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_LIMIT_MS = 5000
@@ -68,6 +71,7 @@ class RouterLink:
         self.zap = None if keys is None else ZapHandler(self._context, keys)
         self.socket = self._context.socket(zmq.ROUTER)
         _set_common(self.socket, max_message_bytes)
+        self.socket.setsockopt(zmq.RCVHWM, ROUTER_RECEIVE_FRAMES)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         if keys is not None:

@@ -70,6 +70,7 @@ _STATUS_EVERY_S = 1.0
 _HOUSEKEEPING_S = 5.0
 _FRAMES_PER_TURN = 512
 _WINDOWS_PER_BATCH = 64
+_BATCH_S = 0.02  # windows wait so long for company: one store transaction serves all of a batch
 _LOG_LIMIT_PER_MINUTE = 20
 
 
@@ -163,6 +164,8 @@ class Rebalancer:
         self._status_at = self._housekeeping_at = self._logged_at = now
         self._encoded: tuple[Down | None, bytes] = (None, b"")
         self._stop_signal = 0
+        self._windows: list[tuple[bytes, Window]] = []
+        self._batch_at = 0.0
         self._last_status = self._build_status(now)
         if settings.metrics_bind:
             metrics = parse_address(f"tcp://{settings.metrics_bind}", field="rebalancer.metrics_bind")
@@ -225,6 +228,8 @@ class Rebalancer:
             poller.register(writable, zmq.POLLOUT)
         remaining = self.plans.planner.remaining_s()
         limit_s = _TICK_S if remaining is None else min(_TICK_S, remaining)
+        if self._windows:
+            limit_s = min(limit_s, self._batch_at - time.monotonic())
         poller.poll(max(0, math.ceil(1000 * limit_s)))
         with suppress(BlockingIOError):
             self._wake[0].recv(64)
@@ -252,23 +257,27 @@ class Rebalancer:
 
     def _receive(self, now: float) -> None:
         assert self._link is not None
-        windows: list[tuple[bytes, Window]] = []
         for number, received in enumerate(self._link.receive(_FRAMES_PER_TURN)):
             if received.control:
                 self._control(received, now)
                 continue
             message = self._decode(received)
             if isinstance(message, Window):
-                windows.append((received.peer, message))
-                if len(windows) >= _WINDOWS_PER_BATCH:
-                    self._send(self.core.receive_windows(windows))
-                    windows = []
+                if not self._windows:
+                    self._batch_at = now + _BATCH_S
+                self._windows.append((received.peer, message))
+                if len(self._windows) >= _WINDOWS_PER_BATCH:
+                    self._store_batch()
             elif message is not None:
                 self._send(self._guarded(received.peer, message, now))
             if number % 64 == 63:
                 self._serve_keys(now)
-        if windows:
-            self._send(self.core.receive_windows(windows))
+        if self._windows and time.monotonic() >= self._batch_at:
+            self._store_batch()
+
+    def _store_batch(self) -> None:
+        windows, self._windows = self._windows, []
+        self._send(self.core.receive_windows(windows))
 
     def _decode(self, received: Received) -> object | None:
         if received.role not in RANK_ROLES:
@@ -423,6 +432,8 @@ class Rebalancer:
         partial.replace(path)
 
     def _end(self) -> int:
+        if self._windows:
+            self._store_batch()
         if self.core.ended is not None:
             logger.error("this life ends: %s", self.core.ended)
         else:
