@@ -1,4 +1,4 @@
-# ruff: noqa: SIM102
+# ruff: noqa: RUF005, SIM102
 # mypy: ignore-errors
 """From logits to the K best pairs of each row: loads, keys, groups, lists, and the exact fallback."""
 
@@ -7,12 +7,13 @@ import triton.language as tl
 
 from evenroute.routing._lists import EXCLUDED, EXHAUSTED, merge, replaced, sort4, take_best
 from evenroute.routing._scores import (
+    INTERPRETED,
     NAN_KEY,
     base_key,
-    choice_image,
     clean_logit,
     exp_close,
     inverse_image,
+    key_image,
     order_image,
 )
 
@@ -85,12 +86,11 @@ def row_bias(bias_row, marked_ptr, marked, expert, mask, HAS_MARKED: tl.constexp
 
 
 @triton.jit
-def chunk_pairs(
+def chunk_images(
     logit_row,
     bias_row,
     marked_ptr,
     marked,
-    payload_ptr,
     chunk,
     exists,
     largest,
@@ -99,24 +99,34 @@ def chunk_pairs(
     FORM: tl.constexpr,
     SCORE: tl.constexpr,
 ):
-    """(image, payload) [32, ROWS, 4] of one chunk; absent experts are (EXCLUDED, -1)."""
+    """Key images [32, ROWS, 4] of one chunk; absent experts are EXCLUDED."""
     expert, present = expert_of(chunk, FORM[0], FORM[1], FORM[2], FORM[3])
     mask = tl.broadcast_to(present, SHAPE)
     x = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
-    wide = tl.broadcast_to(expert, SHAPE)
-    bias = x
+    key = base_key(x, largest[:, :, None], denominator[:, :, None], SCORE[0], SCORE[1])
     if SCORE[2]:
-        bias = row_bias(bias_row[:, :, None], marked_ptr, marked[:, :, None], wide, mask, SCORE[3], SCORE[4])
-    base = base_key(x, largest[:, :, None], denominator[:, :, None], SCORE[0], SCORE[1])
-    image = choice_image(x, base, bias, SCORE[2])
-    if SCORE[5]:
-        payload = tl.load(payload_ptr + wide, mask=mask, other=-1)
-    else:
-        payload = (LAST_EXPERT - wide) << ID_SHIFT
+        wide = tl.broadcast_to(expert, SHAPE)
+        key += row_bias(bias_row[:, :, None], marked_ptr, marked[:, :, None], wide, mask, SCORE[3], SCORE[4])
+    image = key_image(key)
     if FORM[4]:
         image = tl.where(mask, image, EXCLUDED)
-        payload = tl.where(mask, payload, -1)
-    return image, payload
+    return image
+
+
+@triton.jit
+def payload_of(payload_ptr, expert, mask, PAYLOAD: tl.constexpr):
+    """Inverted id above what the tables say of the expert; -1 where masked."""
+    if PAYLOAD:
+        return tl.load(payload_ptr + expert, mask=mask, other=-1)
+    else:
+        return tl.where(mask, (LAST_EXPERT - expert) << ID_SHIFT, -1)
+
+
+@triton.jit
+def chunk_payloads(payload_ptr, chunk, SHAPE: tl.constexpr, FORM: tl.constexpr, SCORE: tl.constexpr):
+    """Payloads [32, ROWS, 4] of one chunk."""
+    expert, present = expert_of(chunk, FORM[0], FORM[1], FORM[2], FORM[3])
+    return payload_of(payload_ptr, tl.broadcast_to(expert, SHAPE), tl.broadcast_to(present, SHAPE), SCORE[5])
 
 
 @triton.jit
@@ -163,7 +173,7 @@ def kept_lanes(
     else:
         score = first
     group = lane // LANES
-    image = tl.where(group < G, order_image(score), EXCLUDED)
+    image = tl.where(group < G, key_image(score), EXCLUDED)
     kept = lane < 0
     for _ in tl.static_range(TG):
         top = tl.max(image, axis=0, keep_dims=True)
@@ -192,42 +202,176 @@ def choose_again(
     FORM: tl.constexpr,
     SCORE: tl.constexpr,
 ):
-    """K rounds over whole rows, each for the largest pair below the last one: exact for every input, slow."""
-    best_key = tl.full(lane.shape, EXCLUDED, tl.int32)
-    best_pay = tl.full(lane.shape, -1, tl.int32)
-    last_key = tl.full([1, SHAPE[1]], EXHAUSTED, tl.int32)
-    last_pay = tl.full([1, SHAPE[1]], EXHAUSTED, tl.int32)
+    """K rounds over whole rows, held in registers: exact for every input, and slow."""
+    ROWS: tl.constexpr = SHAPE[1]
+    images = ()
+    for chunk in tl.static_range(CHUNKS):
+        image = chunk_images(
+            logit_row, bias_row, marked_ptr, marked, chunk, exists, largest, denominator, SHAPE, FORM, SCORE
+        )
+        images = images + (tl.where(kept[:, :, None], image, EXCLUDED),)
+    best_key = tl.full([32, ROWS], EXCLUDED, tl.int32)
+    best_order = tl.full([32, ROWS], 0, tl.int32)
     for k in range(K):
-        lane_key = tl.full([32, SHAPE[1]], EXCLUDED, tl.int32)
-        lane_pay = tl.full([32, SHAPE[1]], -1, tl.int32)
-        for chunk in range(CHUNKS):
-            image, payload = chunk_pairs(
-                logit_row,
-                bias_row,
-                marked_ptr,
-                marked,
-                payload_ptr,
-                chunk,
-                exists,
-                largest,
-                denominator,
-                SHAPE,
-                FORM,
-                SCORE,
-            )
-            last = last_key[:, :, None]
-            below = (image < last) | ((image == last) & (payload < last_pay[:, :, None]))
-            image = tl.where(below & kept[:, :, None], image, EXCLUDED)
-            top = tl.max(image, axis=2)
-            pay = tl.max(tl.where(image == top[:, :, None], payload, -1), axis=2)
-            better = (top > lane_key) | ((top == lane_key) & (pay > lane_pay))
-            lane_key = tl.where(better, top, lane_key)
-            lane_pay = tl.where(better, pay, lane_pay)
-        last_key = tl.max(lane_key, axis=0, keep_dims=True)
-        last_pay = tl.max(tl.where(lane_key == last_key, lane_pay, -1), axis=0, keep_dims=True)
-        best_key = tl.where(lane == k, last_key, best_key)
-        best_pay = tl.where(lane == k, last_pay, best_pay)
+        most = images[0]
+        for chunk in tl.static_range(1, CHUNKS):
+            most = tl.maximum(most, images[chunk])
+        top = tl.max(tl.max(most, axis=2), axis=0, keep_dims=True)
+        found = tl.full(SHAPE, -1, tl.int32)
+        for chunk in tl.static_range(CHUNKS):
+            order = LAST_EXPERT - expert_of(chunk, FORM[0], FORM[1], FORM[2], FORM[3])[0]
+            found = tl.maximum(found, tl.where(images[chunk] == top[:, :, None], order, -1))
+        found = tl.max(tl.max(found, axis=2), axis=0, keep_dims=True)
+        rest = ()
+        for chunk in tl.static_range(CHUNKS):
+            order = LAST_EXPERT - expert_of(chunk, FORM[0], FORM[1], FORM[2], FORM[3])[0]
+            rest = rest + (tl.where(order == found[:, :, None], EXCLUDED, images[chunk]),)
+        images = rest
+        best_key = tl.where(lane == k, top, best_key)
+        best_order = tl.where(lane == k, found, best_order)
+    best_pay = payload_of(payload_ptr, LAST_EXPERT - best_order, lane < K, SCORE[5])
     return best_key, best_pay
+
+
+@triton.jit
+def choose_by_lists(
+    logit_row,
+    bias_row,
+    marked_ptr,
+    marked,
+    payload_ptr,
+    exists,
+    largest,
+    denominator,
+    lane,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TG: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    TOP2: tl.constexpr,
+    SHAPE: tl.constexpr,
+    FORM: tl.constexpr,
+    SCORE: tl.constexpr,
+):
+    """(image, payload) [32, ROWS]: lane k holds the k-th best pair of its row; and which rows' lists ran out."""
+    ROWS: tl.constexpr = SHAPE[1]
+    keys = ()
+    pays = ()
+    for chunk in tl.static_range(CHUNKS):
+        image = chunk_images(
+            logit_row, bias_row, marked_ptr, marked, chunk, exists, largest, denominator, SHAPE, FORM, SCORE
+        )
+        payload = chunk_payloads(payload_ptr, chunk, SHAPE, FORM, SCORE)
+        new_keys, new_pays = sort4(split4(image, ROWS), split4(payload, ROWS))
+        if chunk == 0:
+            keys = new_keys
+            pays = new_pays
+        else:
+            keys, pays = merge(keys, pays, new_keys, new_pays, DEPTH)
+    COMPLETE: tl.constexpr = len(keys) >= CHUNKS * 4 or len(keys) >= K
+    kept = lane >= 0
+    if TG > 0:
+        kept = kept_lanes(keys[0], keys[1], lane, FORM[2], TG, GROUP_LANES, TOP2, ROWS)
+        keys = replaced(keys, 0, tl.where(kept, keys[0], EXCLUDED))
+    best_key, best_pay = take_best(keys, pays, lane, K, COMPLETE)
+    failed = tl.max(tl.where(lane < K, best_key, EXCLUDED)) == EXHAUSTED
+    return best_key, best_pay, kept, failed
+
+
+@triton.jit
+def count_bits(x):
+    """Set bits of int32; the interpreter's twin adds them up in halves."""
+    if INTERPRETED:
+        x = x.to(tl.uint32, bitcast=True)
+        x = x - ((x >> 1) & 0x55555555)
+        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+        x = (x + (x >> 4)) & 0x0F0F0F0F
+        return ((x * 0x01010101) >> 24).to(tl.int32)
+    else:
+        return tl.inline_asm_elementwise(
+            "popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def choose_by_bound(
+    logit_row,
+    bias_row,
+    marked_ptr,
+    marked,
+    payload_ptr,
+    exists,
+    largest,
+    denominator,
+    lane,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SHAPE: tl.constexpr,
+    FORM: tl.constexpr,
+    SCORE: tl.constexpr,
+):
+    """The same for wide rows without groups: a bound that K keys reach, then the few above it, one a lane.
+
+    The K-th largest of 64 half-lane maxima bounds the K-th key from below. The keys that reach it (18 of 896 as a
+    rule) are moved to one lane each by a prefix sum over the lanes' bit masks; more than 32 of them: failed.
+    """
+    ROWS: tl.constexpr = SHAPE[1]
+    HALF: tl.constexpr = (CHUNKS + 1) // 2
+    images = ()
+    first = tl.full(SHAPE, EXCLUDED, tl.int32)
+    second = tl.full(SHAPE, EXCLUDED, tl.int32)
+    for chunk in tl.static_range(CHUNKS):
+        image = chunk_images(
+            logit_row, bias_row, marked_ptr, marked, chunk, exists, largest, denominator, SHAPE, FORM, SCORE
+        )
+        images = images + (image,)
+        if chunk < HALF:
+            first = tl.maximum(first, image)
+        else:
+            second = tl.maximum(second, image)
+    one = tl.max(first, axis=2)
+    two = tl.max(second, axis=2)
+    high = tl.maximum(one, two)
+    low = tl.minimum(one, two)
+    bound = tl.max(high, axis=0, keep_dims=True)
+    for _ in tl.static_range(K - 1):
+        won = high == bound
+        high = tl.where(won, low, high)
+        low = tl.where(won, EXCLUDED, low)
+        bound = tl.max(high, axis=0, keep_dims=True)
+    bound = tl.maximum(bound, NAN_KEY)
+    inner = tl.arange(0, 4)[None, None, :]
+    bits = tl.zeros([32, ROWS], tl.int32)
+    for chunk in tl.static_range(CHUNKS):
+        reached = images[chunk] >= bound[:, :, None]
+        bits += tl.sum(tl.where(reached, 1 << (inner + 4 * chunk), 0), axis=2)
+    amount = count_bits(bits)
+    upto = tl.cumsum(amount, axis=0)
+    # Lane l takes the l-th candidate: first the lane that holds it, then its bit there.
+    source = tl.zeros([32, ROWS], tl.int32)
+    for step in tl.static_range(5):
+        reach = tl.gather(upto, source + ((16 >> step) - 1), axis=0)
+        source = tl.where(reach <= lane, source + (16 >> step), source)
+    word = tl.gather(bits, source, axis=0)
+    skip = lane - tl.gather(upto - amount, source, axis=0)
+    total = tl.max(upto, axis=0, keep_dims=True)
+    taken = lane < total
+    skip = tl.where(taken, skip, 0)
+    while tl.max(skip) > 0:
+        word = tl.where(skip > 0, word & (word - 1), word)
+        skip -= 1
+    lowest = (word & -word).to(tl.uint32, bitcast=True).to(tl.float32)
+    place = (lowest.to(tl.int32, bitcast=True) >> 23) - 127
+    expert = tl.where(taken, (place >> 2) * 128 + source * 4 + (place & 3), 0)
+    x = clean_logit(tl.load(logit_row + expert, mask=taken & exists, other=float("-inf")), FORM[5])
+    key = base_key(x, largest, denominator, SCORE[0], SCORE[1])
+    if SCORE[2]:
+        key += row_bias(bias_row, marked_ptr, marked, expert, taken, SCORE[3], SCORE[4])
+    image = tl.where(taken, key_image(key), EXCLUDED)
+    payload = payload_of(payload_ptr, expert, taken, SCORE[5])
+    best_key, best_pay = take_best((image,), (payload,), lane, K, True)
+    return best_key, best_pay, lane >= 0, tl.max(total) > 32
 
 
 @triton.jit
@@ -251,48 +395,47 @@ def choose_best(
     FORM: tl.constexpr,
     SCORE: tl.constexpr,
 ):
-    """(image, payload) [32, ROWS]: lane k holds the k-th best pair of its row."""
-    ROWS: tl.constexpr = SHAPE[1]
-    image, payload = chunk_pairs(
-        logit_row,
-        bias_row,
-        marked_ptr,
-        marked,
-        payload_ptr,
-        0,
-        exists,
-        largest,
-        denominator,
-        SHAPE,
-        FORM,
-        SCORE,
-    )
-    keys, pays = sort4(split4(image, ROWS), split4(payload, ROWS))
-    for chunk in tl.static_range(1, CHUNKS):
-        image, payload = chunk_pairs(
+    """(image, payload) [32, ROWS]: lane k holds the k-th best pair of its row. DEPTH 0: by bound, else by lists."""
+    if DEPTH == 0:
+        best_key, best_pay, kept, failed = choose_by_bound(
             logit_row,
             bias_row,
             marked_ptr,
             marked,
             payload_ptr,
-            chunk,
             exists,
             largest,
             denominator,
+            lane,
+            K,
+            CHUNKS,
             SHAPE,
             FORM,
             SCORE,
         )
-        new_keys, new_pays = sort4(split4(image, ROWS), split4(payload, ROWS))
-        keys, pays = merge(keys, pays, new_keys, new_pays, DEPTH)
-    COMPLETE: tl.constexpr = len(keys) >= CHUNKS * 4 or len(keys) >= K
-    kept = lane >= 0
-    if TG > 0:
-        kept = kept_lanes(keys[0], keys[1], lane, FORM[2], TG, GROUP_LANES, TOP2, ROWS)
-        keys = replaced(keys, 0, tl.where(kept, keys[0], EXCLUDED))
-    best_key, best_pay = take_best(keys, pays, lane, K, COMPLETE)
-    if not COMPLETE:
-        if tl.max(tl.where(lane < K, best_key, EXCLUDED)) == EXHAUSTED:
+    else:
+        best_key, best_pay, kept, failed = choose_by_lists(
+            logit_row,
+            bias_row,
+            marked_ptr,
+            marked,
+            payload_ptr,
+            exists,
+            largest,
+            denominator,
+            lane,
+            K,
+            CHUNKS,
+            DEPTH,
+            TG,
+            GROUP_LANES,
+            TOP2,
+            SHAPE,
+            FORM,
+            SCORE,
+        )
+    if DEPTH < CHUNKS * 4 and DEPTH < K:
+        if failed:
             best_key, best_pay = choose_again(
                 logit_row,
                 bias_row,

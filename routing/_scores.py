@@ -7,10 +7,11 @@ import triton.language as tl
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 NAN_KEY = tl.constexpr(-(2**31) + 1)
 EXCLUDED_KEY = tl.constexpr(-(2**31))
-LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_HIGH = tl.constexpr(1.44269502162933349609375)
 LOG2E_LOW = tl.constexpr(1.92596299112661746887e-8)
 LN2 = tl.constexpr(0.6931471805599453)
+SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -27,16 +28,35 @@ def inverse_image(image):
 
 @triton.jit
 def exp_close(x):
-    """exp within 2-3 ulp: ex2 alone loses |x| * 6e-8 to the rounding of x * log2(e)."""
-    x = tl.minimum(tl.maximum(x, -200.0), 200.0)
+    """exp within 2-3 ulp: ex2 alone loses |x| * 6e-8 to the rounding of x * log2(e). NaN is not kept."""
+    return _exp(tl.minimum(tl.maximum(x, -200.0), 200.0))
+
+
+@triton.jit
+def _exp(x):
+    """exp for |x| <= 200; NaN stays NaN, subnormal results are 0."""
     high = x * LOG2E_HIGH
     low = tl.fma(x, LOG2E_LOW, tl.fma(x, LOG2E_HIGH, -high))
     return tl.exp2(high) * tl.fma(low, LN2, 1.0)
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x within 1 ulp, subnormal results are 0; the interpreter's twin divides."""
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def sigmoid_close(x):
-    return 1.0 / (1.0 + exp_close(-x))
+    """Sigmoid; NaN stays NaN, -inf gives 0 and +inf 1."""
+    keep: tl.constexpr = tl.PropagateNan.ALL
+    x = tl.minimum(tl.maximum(x, -100.0, propagate_nan=keep), 100.0, propagate_nan=keep)
+    return reciprocal(1.0 + _exp(-x))
 
 
 @triton.jit
@@ -73,8 +93,7 @@ def tanh_close(z):
 @triton.jit
 def clean_logit(x, SOFTCAP: tl.constexpr):
     """fp32 logit, +inf as the largest finite value, NaN and -inf kept, capped."""
-    x = x.to(tl.float32)
-    x = tl.where(x > FLOAT_MAX, FLOAT_MAX, x)
+    x = tl.minimum(x.to(tl.float32), FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
     if SOFTCAP > 0.0:
         x = tl.where(x >= -FLOAT_MAX, SOFTCAP * tanh_close(x / SOFTCAP), x)
     return x
@@ -82,37 +101,30 @@ def clean_logit(x, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def base_key(x, largest, denominator, SCORING: tl.constexpr, BIAS_ON_SCORE: tl.constexpr):
-    """What the bias is added to; NaN stays NaN only through `choice_image`."""
+    """What the bias is added to; NaN stays NaN."""
     if SCORING == "sigmoid":
         return sigmoid_close(x)
     elif SCORING == "sqrtsoftplus":
-        return sqrt_softplus(x)
+        return tl.where(x != x, x, sqrt_softplus(x))
     elif BIAS_ON_SCORE:
-        return exp_close(x - largest) / denominator
+        return tl.where(x != x, x, exp_close(x - largest) / denominator)
     else:
         return x
 
 
 @triton.jit
-def choice_image(x, base, bias, HAS_BIAS: tl.constexpr):
-    """int32 image of the key that chooses, from the clean logit, its base and the bias."""
-    if HAS_BIAS:
-        key = base + tl.where(bias > FLOAT_MAX, FLOAT_MAX, bias)
-        key = tl.where(key > FLOAT_MAX, FLOAT_MAX, key)
-        broken = (x != x) | (bias != bias)
-    else:
-        key = base
-        broken = x != x
-    return tl.where(broken, NAN_KEY, order_image(key))
+def key_image(key):
+    """int32 image of a key that chooses; NaN below -inf."""
+    return tl.where(key != key, NAN_KEY, order_image(key))
 
 
 @triton.jit
 def score_of(x, largest, denominator, SCORING: tl.constexpr):
-    """Score that weighs; 0 for NaN and -inf."""
+    """Score that weighs; 0 for NaN, -inf and what would be subnormal."""
     if SCORING == "sigmoid":
         score = sigmoid_close(x)
     elif SCORING == "sqrtsoftplus":
         score = sqrt_softplus(x)
     else:
         score = exp_close(x - largest) / denominator
-    return tl.where(x >= -FLOAT_MAX, score, 0.0)
+    return tl.where((x >= -FLOAT_MAX) & (score >= SMALLEST_NORMAL), score, 0.0)

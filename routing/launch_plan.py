@@ -17,7 +17,7 @@ def _power_of_two(number: int) -> int:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """chunks of four experts a lane; depth of the lane lists; a group's lanes and padded size (0: no groups)."""
+    """chunks of four experts a lane; depth of the lists (0: by bound); a group's lanes and padded size (0: no groups)."""
 
     chunks: int
     depth: int
@@ -42,13 +42,18 @@ def overflow_chance(top_k: int, lanes: int, depth: int) -> float:
 def list_depth(top_k: int, per_lane: int, lanes: int, num_tokens: int) -> int:
     """Entries a lane keeps: all that can be needed up to 8, else so many that one launch in 100 takes the slow path."""
     needed = min(top_k, per_lane)
-    if needed <= 8:
+    if per_lane <= 8:
         return needed
     goal = 0.02 / max(min(num_tokens, 8192), 64)
     depth = 4
     while depth < needed and overflow_chance(top_k, lanes, depth) > goal:
         depth += 1
     return depth
+
+
+def bound_pays(config: RouterConfig, per_lane: int) -> bool:
+    """Wide ungrouped rows, and so few columns that the candidates above the bound fit one warp."""
+    return not config.grouped and 16 < per_lane <= 32 and config.top_k <= 20
 
 
 @lru_cache(maxsize=256)
@@ -64,6 +69,8 @@ def plan_launch(config: RouterConfig, num_tokens: int) -> LaunchPlan:
         group, group_lanes, used = 0, 1, LANES
         per_lane = 4 * -(-config.num_experts // (4 * LANES))
     depth = list_depth(config.top_k, per_lane, used, size)
+    if size > 256 and bound_pays(config, per_lane):
+        depth = 0
     rows, warps = rows_and_warps(per_lane, num_tokens)
     return LaunchPlan(per_lane // 4, depth, group, group_lanes, rows, warps)
 

@@ -14,12 +14,13 @@ from torch import Tensor
 from evenroute.routing.config import MAX_EXPERTS, RouterConfig
 
 FLOAT_MAX = torch.finfo(torch.float32).max
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 NAN_KEY = -(2**31) + 1  # below the image of -inf
 EXCLUDED_KEY = -(2**31)
 
 
 class Scores(NamedTuple):
-    """`scores [T, E]` fp32 >= 0, NaN as 0; `keys [T, E]` fp32, NaN kept, +inf as the largest finite value."""
+    """`scores [T, E]` fp32 >= 0, NaN as 0; `keys [T, E]` fp32, NaN kept."""
 
     scores: Tensor
     keys: Tensor
@@ -44,14 +45,14 @@ def score_experts(
         scores = _softmax(values)
         base = values if config.bias_domain == "logit" else torch.where(values.isnan(), values, scores)
     elif config.scoring == "sigmoid":
-        base = torch.sigmoid(values)
+        base = _flush(torch.sigmoid(values))
         scores = base.nan_to_num(nan=0.0)
     else:
-        softplus = values.clamp(min=0.0) + torch.log1p(torch.exp(-values.abs()))
+        softplus = values.clamp(min=0.0) + torch.log1p(_flush(torch.exp(-values.abs())))
         base = torch.sqrt(softplus)
         scores = base.nan_to_num(nan=0.0)
     row_bias = _row_bias(bias, marked_bias, token_marker)
-    keys = base if row_bias is None else (base + row_bias).clamp(max=FLOAT_MAX)
+    keys = base if row_bias is None else base + row_bias
     return Scores(scores, keys)
 
 
@@ -62,16 +63,21 @@ def _softmax(values: Tensor) -> Tensor:
     largest = torch.where(largest == -torch.inf, 0.0, largest)
     exps = torch.exp(finite - largest)
     total = exps.sum(dim=-1, keepdim=True)
-    return exps / torch.where(total > 0, total, 1.0)
+    return _flush(exps / torch.where(total > 0, total, 1.0))
+
+
+def _flush(values: Tensor) -> Tensor:
+    """Subnormal numbers as 0 (NaN kept): the device's exp and division flush them."""
+    return torch.where(values.abs() < SMALLEST_NORMAL, 0.0, values)
 
 
 def _row_bias(bias: Tensor | None, marked: Tensor | None, marker: Tensor | None) -> Tensor | None:
     if bias is not None:
-        bias = bias.float().clamp(max=FLOAT_MAX)
+        bias = bias.float()
     if marked is None or marker is None:
         return bias
     plain = torch.zeros_like(marked, dtype=torch.float32) if bias is None else bias
-    return torch.where(marker.bool()[:, None], marked.float().clamp(max=FLOAT_MAX), plain)
+    return torch.where(marker.bool()[:, None], marked.float(), plain)
 
 
 def order_keys(keys: Tensor) -> Tensor:
@@ -83,7 +89,7 @@ def order_keys(keys: Tensor) -> Tensor:
 
 def keep_groups(keys: Tensor, config: RouterConfig) -> Tensor:
     """`[T, E]` bool: experts of the kept groups (a NaN key counts as -inf in its group's score)."""
-    rows = keys.nan_to_num(nan=-torch.inf, posinf=FLOAT_MAX, neginf=-torch.inf)
+    rows = torch.where(keys.isnan(), -torch.inf, keys)
     rows = rows.view(keys.shape[0], config.num_groups, config.num_experts // config.num_groups)
     if config.topk_method == "greedy":
         group_scores = rows.amax(dim=-1)
