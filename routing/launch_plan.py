@@ -17,7 +17,7 @@ def _power_of_two(number: int) -> int:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """chunks of four experts a lane; depth of the lists (0: by bound); a group's lanes and padded size (0: no groups)."""
+    """chunks of four experts a lane; depth of the lists (0: by bound); lanes and padded size of a group."""
 
     chunks: int
     depth: int
