@@ -20,11 +20,13 @@ from evenroute.eplb.placement import Placement
 from evenroute.eplb.placement_file import load_placement
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
+from evenroute.routing.output import RoutingOutput
 from evenroute.routing.router import Router
 from evenroute.routing.simulated import LogitSource
 from evenroute.routing.tables import DispatchTables
 from evenroute.tools.stress_checks import Finding, StepChecks, stored_counts
 from evenroute.tools.stress_measure import ForwardCost, SegmentRecorder
+from evenroute.tools.stress_moe import MoeStress
 from evenroute.tools.stress_options import StressOptions
 from evenroute.tools.stress_rebalancer import OwnRebalancer, share_text, windows_per_plan
 from evenroute.tools.stress_report import headline, key_label, print_report, segment_rows, write_report
@@ -115,6 +117,16 @@ class StressRank:
         self.recorder = SegmentRecorder(
             shape.num_layers, shape.num_logical_experts, options.num_slots, device
         )
+        self.moe: MoeStress | None = None
+        if options.moe:
+            self.moe = MoeStress(
+                self.placement,
+                self.tables,
+                device=device,
+                tokens=options.tokens,
+                token_mode=options.token_mode,
+                seed=options.seed,
+            )
         self.checks = StepChecks(shape.top_k, device, shared=options.token_mode == "shared")
         self.cost = ForwardCost()
         self.agent: RankAgent | None = None
@@ -123,6 +135,7 @@ class StressRank:
     def start_agent(self, address: str) -> None:
         """Job start: all ranks agree on run and placement before the first token. `address` "": none."""
         window_steps, _ = windows_per_plan(self.options.interval_steps)
+        tables_only = TablesOnly(self.tables, num_buffers=self.options.shape.num_layers)
         self.agent = RankAgent.start(
             AgentConfig(
                 rebalancer=address,
@@ -136,7 +149,7 @@ class StressRank:
             tables=self.tables,
             counters=self.counters,
             ep_group=self.group,
-            mover=TablesOnly(self.tables, num_buffers=self.options.shape.num_layers),
+            mover=tables_only if self.moe is None else self.moe.mover,
         )
 
     def run(self, console: Console) -> None:
@@ -187,14 +200,17 @@ class StressRank:
             self.checks.begin_step(placed.layer_keys)
         for layer in range(self.options.shape.num_layers):
             output = self._route(layer, step)
+            assert output.logical_ids is not None
             top_k = self.options.shape.top_k
             physical, logical = output.physical_ids[:, :top_k], output.logical_ids[:, :top_k]
             self.recorder.add(layer, physical, logical)
             if self.options.check:
                 self.checks.add(layer, physical, logical, self.tables.physical_to_logical[layer])
+            if self.moe is not None:
+                self.moe.forward(layer, step, output, check=self.options.check)
         self.recorder.end_step(self.options.tokens)
 
-    def _route(self, layer: int, step: int) -> Any:
+    def _route(self, layer: int, step: int) -> RoutingOutput:
         tokens = self.options.tokens
         if self.source.rewrites_ids:
             ids = self.source.ids(layer, tokens, step)
@@ -210,6 +226,9 @@ class StressRank:
             findings = self.checks.findings(self.recorder.segments, self.group, self.ep_size)
             if self.options.rebalancer != "off":
                 findings.append(self._stored(own))
+            if self.moe is not None:
+                assert self.agent is not None
+                findings.extend(self.moe.findings(self.agent.placement, self.group))
         rows = segment_rows(self.recorder.segments)
         options = self.options
         report: dict[str, Any] = headline(rows)
@@ -261,6 +280,8 @@ def run_rank(options: StressOptions) -> int:
         rank.run(console)
         assert rank.agent is not None
         rank.agent.close()
+        if rank.moe is not None:
+            rank.moe.close()
         report = rank.report(own)
     finally:
         if own is not None:

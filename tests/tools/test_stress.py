@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from evenroute.eplb.store import StoreReader
 from support.torchrun import finish, start_torchrun
 
 SMALL = [
@@ -85,12 +89,78 @@ def test_shared_tokens_get_the_same_ids_on_all_ranks(tmp_path: Path) -> None:
     assert report["dispatch"] == "rank_invariant"
 
 
-@pytest.mark.parametrize("routing", ["fake", "uniform", "round-robin"])
+@pytest.mark.parametrize(
+    "routing", ["round-robin", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fake", "uniform"))]
+)
 def test_every_input_runs_without_a_rebalancer(tmp_path: Path, routing: str) -> None:
     words = ["--routing", routing, "--rebalancer", "off", "--steps", "8", "--layers", "2", "--tokens", "32"]
     report = run_stress(tmp_path, 2, *words)
     assert broken(report) == []
     assert report["switches"] == 0
+
+
+def test_real_weights_follow_the_placements(tmp_path: Path) -> None:
+    report = run_stress(tmp_path, 2, "--moe", "--steps", "150", *SMALL)
+    assert broken(report) == []
+    assert report["switches"] >= 1
+    assert {"moe outputs", "moe weights"} <= {finding["name"] for finding in report["invariants"]}
+
+
+def start_rebalancer(folder: Path) -> subprocess.Popen[bytes]:
+    """A rebalancer of the test's own on `folder`'s socket and store; waits until it serves."""
+    config = folder / "rebalancer.toml"
+    config.write_text(
+        f'[rebalancer]\nbind = "ipc://{folder}/r.sock"\nstore = "{folder}/run.db"\n'
+        f'ready_file = "{folder}/ready.json"\n'
+        '[planner]\ninterval = 3\ninterval_unit = "windows"\npolicy = "global"\n'
+    )
+    (folder / "ready.json").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "evenroute.tools", "rebalancer", "--config", str(config)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (folder / "ready.json").exists():
+        assert process.poll() is None, "the rebalancer ended"
+        assert time.monotonic() < deadline, "the rebalancer does not serve"
+        time.sleep(0.05)
+    return process
+
+
+def wait_for_placements(folder: Path, least: int, limit_s: float) -> list[int]:
+    """Epoch counters of the placements in the store, once there are `least` of them."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        reader = StoreReader(folder / "run.db")
+        counters = [row.epoch >> 20 for row in reader.placements()]
+        reader.close()
+        if len(counters) >= least:
+            return counters
+        assert time.monotonic() < deadline, f"placements so far: {counters}"
+        time.sleep(0.1)
+
+
+def test_kill_9_of_the_rebalancer_leaves_no_gap_and_it_is_taken_up_again(tmp_path: Path) -> None:
+    rebalancer = start_rebalancer(tmp_path)
+    words = ["--rebalancer", f"ipc://{tmp_path}/r.sock", "--steps", "600", "--no-reshuffle", *SMALL]
+    job = start_torchrun(2, *words, "--report", str(tmp_path / "report.json"))
+    try:
+        assert set(wait_for_placements(tmp_path, 2, 90)) == {1}
+        rebalancer.kill()
+        rebalancer.wait(10)
+        time.sleep(2)
+        rebalancer = start_rebalancer(tmp_path)
+        placements = len(wait_for_placements(tmp_path, 1, 10))
+        assert 2 in wait_for_placements(tmp_path, placements + 1, 90)
+        status, out, err = finish(job, 120)
+    finally:
+        rebalancer.terminate()
+        rebalancer.wait(20)
+        job.kill()
+    assert status == 0, f"stdout: {out[-3000:]}\nstderr: {err[-3000:]}"
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert broken(report) == []
+    assert report["key"][0] >> 20 == 2, "the second life's placement is in use"
+    # No step waited for the dead rebalancer: it was gone for more than two seconds.
+    assert report["forward_thread"]["agent_step_max_us"] < 2e6
 
 
 def test_a_broken_invariant_makes_the_exit_status_1(tmp_path: Path) -> None:
