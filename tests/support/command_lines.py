@@ -126,8 +126,10 @@ def commands_in_line(line: str) -> Iterator[list[str]]:
     for word in [*lexer, ";"]:
         if skip:
             skip = False
-        elif set(word) <= set("<>") or word in ("&>", ">&"):
-            skip = True  # the file of a redirection is no argument
+        elif set(word) <= set("<>&") and set(word) & set("<>"):
+            skip = True  # the file of a redirection is no argument, nor is the number before it
+            if command and command[-1] in ("1", "2"):
+                command.pop()
         elif set(word) <= set("|&;"):
             while command and (re.match(r"^[A-Z_]+=", command[0]) or command[0] in ("sudo", "nohup", "exec")):
                 command.pop(0)
