@@ -139,7 +139,7 @@ def history_png(path: Path, histories: Sequence[History], settings: Asked) -> No
         panels.append((f"after a plan with {placement.num_slots} slots", ranks, balancedness(ranks)))
         subtitle = f"; {moves:,} slots would move"
     figure = Figure(figsize=(12, 7.2), dpi=110, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, len(panels), height_ratios=[3, 1.2])
     windows = plural(history.num_windows, "window")
     figure.suptitle(f"{history.source.path.name}: {windows}{subtitle}", fontsize=11)
@@ -160,7 +160,7 @@ def history_png(path: Path, histories: Sequence[History], settings: Asked) -> No
     below.set_xlabel("layer")
     below.set_ylabel("balancedness")
     below.legend(loc="lower right", fontsize=8)
-    canvas.print_png(path)
+    figure.savefig(path, format="png")
 
 
 def _heat(axis: Any, loads: NDArray[np.float64]) -> Any:

@@ -55,11 +55,12 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     return "".join(result)
 
 
-def _grid(pairs: Sequence[tuple[str, str]]) -> Table:
+def pairs(rows: Sequence[tuple[str, str]]) -> Table:
+    """Names and values, one pair a line."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
-    for name, value in pairs:
+    for name, value in rows:
         grid.add_row(name, value)
     return grid
 
@@ -81,7 +82,7 @@ def summary(facts: dict[str, Any], width: int) -> RenderableType:
     if "num_windows" not in facts:
         return _placement_only(facts)
     balance = facts["balancedness"]
-    parts: list[RenderableType] = [_grid(_heading(facts))]
+    parts: list[RenderableType] = [pairs(_heading(facts))]
     if balance is not None:
         parts += [Text(), _balancedness(facts, balance, width)]
     parts += [Text(), _skew(facts["skew"])]
@@ -111,14 +112,14 @@ def _heading(facts: dict[str, Any]) -> list[tuple[str, str]]:
         windows += f"; steps {facts['first_step']:,} to {facts['last_step']:,}"
     if facts["first_time"] is not None:
         windows += f"; {clock(facts['first_time'])} to {clock(facts['last_time'])} UTC"
-    pairs = [
+    lines = [
         (facts["path"], facts["kind"]),
         ("model", " ".join(filter(None, [facts["model"] or "not stated", facts["phase"]]))),
         ("shape", "; ".join(shape)),
         ("history", windows),
         ("routed", f"{count(facts['routed'])} (token, expert) pairs; tokens {count(facts['tokens'])}"),
     ]
-    return pairs + [("note", note) for note in facts["notes"]]
+    return lines + [("note", note) for note in facts["notes"]]
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -220,21 +221,21 @@ def _placements(placements: Sequence[dict[str, Any]]) -> Table:
 
 
 def _placement_only(facts: dict[str, Any]) -> RenderableType:
-    pairs = [
+    lines = [
         (facts["path"], facts["kind"]),
         ("model", " ".join(filter(None, [facts["model"] or "not stated", facts["phase"]]))),
         ("shape", f"{facts['num_layers']} layers x {facts['num_logical_experts']} experts"),
         ("slots", f"{facts['num_slots']} on {facts['ep_size'] or 'not stated'} ranks"),
         ("replicas", facts["replicas"]),
     ]
-    return _grid(pairs + [("note", note) for note in facts["notes"]])
+    return pairs(lines + [("note", note) for note in facts["notes"]])
 
 
 def _log_summary(facts: dict[str, Any], width: int) -> RenderableType:
     points = facts["time_line"]
     values = [point["balancedness"] for point in points]
     known = [value for value in values if value is not None]
-    pairs = [
+    lines = [
         (facts["path"], f"{facts['kind']} (balancedness as the engine logged it; no loads)"),
         ("model", facts["model"] or "not stated"),
         ("lines", f"{len(points):,}; steps {points[0]['step']:,} to {points[-1]['step']:,}"),
@@ -242,7 +243,7 @@ def _log_summary(facts: dict[str, Any], width: int) -> RenderableType:
         ("lowest, last", f"{number(min(known, default=None))}, {number(values[-1])}"),
         ("over time", sparkline(values, max(width - 20, 10))),
     ]
-    return _grid(pairs + [("note", note) for note in facts["notes"]])
+    return pairs(lines + [("note", note) for note in facts["notes"]])
 
 
 def comparison(all_facts: Sequence[dict[str, Any]]) -> Table:
@@ -269,7 +270,7 @@ def comparison(all_facts: Sequence[dict[str, Any]]) -> Table:
 
 def layer_detail(facts: dict[str, Any], width: int) -> RenderableType:
     """`--layer N`."""
-    head = _grid(
+    head = pairs(
         [
             (f"layer {facts['layer']}", f"load {count(facts['load'])}"),
             ("balancedness", number(facts["balancedness"])),
@@ -307,7 +308,7 @@ def diff(facts: dict[str, Any]) -> RenderableType:
     """`--diff`."""
     if "moves" in facts:
         moved = [f"{layer}: {n}" for layer, n in enumerate(facts["moves_per_layer"]) if n]
-        return _grid(
+        return pairs(
             [
                 ("first", facts["first"]),
                 ("second", facts["second"]),
@@ -318,7 +319,7 @@ def diff(facts: dict[str, Any]) -> RenderableType:
         )
     shift = facts["shift"]
     worst = "" if shift["worst_layer"] is None else f" (layer {shift['worst_layer']})"
-    head = _grid(
+    head = pairs(
         [
             ("first", facts["first"]),
             ("second", facts["second"]),
