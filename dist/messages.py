@@ -8,6 +8,7 @@ The greeting is not a message of its own: ``Status`` and ``SnapshotRequest`` car
 job shape each time, so a restarted rebalancer needs no state about connections.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -15,7 +16,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.placement import Placement, PlacementRow, even_shares
 from evenroute.eplb.topology import Topology
 
 PROTOCOL_VERSION: Final = 1
@@ -320,14 +321,30 @@ def check_fits(wire: WirePlacement, job: JobShape) -> None:
 
 def pack_placement(placement: Placement) -> WirePlacement:
     """The wire form of a placement. A layer with even shares among uneven ones travels with its even numbers."""
-    shares = placement.shares
+    return _pack(
+        placement.physical_to_logical, placement.shares, placement.num_logical_experts, placement.topology
+    )
+
+
+def pack_rows(rows: Sequence[PlacementRow], job: JobShape) -> WirePlacement:
+    """The wire form of rows that are in use, which need no checking any more."""
+    shares = None
+    if any(row.shares is not None for row in rows):
+        shares = np.stack([even_shares(row.slots) if row.shares is None else row.shares for row in rows])
+    topology = Topology(job.ep_size, job.num_nodes)
+    return _pack(np.stack([row.slots for row in rows]), shares, job.num_logical_experts, topology)
+
+
+def _pack(
+    slots: NDArray[np.int32], shares: NDArray[np.uint16] | None, num_logical_experts: int, topology: Topology
+) -> WirePlacement:
     return WirePlacement(
-        num_layers=placement.num_layers,
-        num_logical_experts=placement.num_logical_experts,
-        num_slots=placement.num_slots,
-        ep_size=placement.topology.ep_size,
-        num_nodes=placement.topology.num_nodes,
-        physical_to_logical=placement.physical_to_logical.astype("<i4").tobytes(),
+        num_layers=slots.shape[0],
+        num_logical_experts=num_logical_experts,
+        num_slots=slots.shape[1],
+        ep_size=topology.ep_size,
+        num_nodes=topology.num_nodes,
+        physical_to_logical=slots.astype("<i4").tobytes(),
         shares=None if shares is None else shares.astype("<u2").tobytes(),
     )
 

@@ -33,7 +33,7 @@ from evenroute.dist.messages import (
     Status,
     Token,
     Up,
-    pack_placement,
+    pack_rows,
     unpack_placement,
 )
 from evenroute.dist.stream_core import RankStream, Unsent
@@ -254,7 +254,7 @@ class RankCore:
             run=self.run,
             rank=self.rank,
             vote=self.state.votes_decided,
-            placement=pack_placement(self.live_placement()),
+            placement=pack_rows(self.state.live_rows, self.job),
         )
 
     def live_placement(self) -> Placement:

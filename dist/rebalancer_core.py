@@ -476,6 +476,17 @@ class RebalancerCore:
         newest = self._newest_key()
         return self.view.live_range() == (newest, newest) or self.view.given_up() >= newest
 
+    def ranks_behind(self) -> tuple[int, ...]:
+        """Ranks that have not told that they hold the newest version: they keep all others from switching to it."""
+        if self.view is None:
+            return ()
+        newest = self._newest_key()
+        return tuple(
+            rank
+            for rank in range(self.view.job.ep_size)
+            if rank not in self.view.ranks or self.view.ranks[rank].held < newest
+        )
+
     def may_publish(self, now: float) -> bool:
         """Whether a next version is allowed now."""
         if not self.has_view() or self._first_due:

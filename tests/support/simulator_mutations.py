@@ -1,0 +1,435 @@
+"""Planted faults: each takes one rule of the switch protocol away. The simulator has to catch every one.
+
+Where ranks come to differ, the hash in the votes would end the job at once; it is switched off there, so that the
+checks of the histories have to see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenroute.dist.agreement import Action, AgreedState, Commit, Discard, Open, Reduced, Version
+from evenroute.dist.job_start import StartedJob
+from evenroute.dist.messages import Ack, Down, Status, Window, pack_placement
+from evenroute.dist.protocol_store import RankWindow, StoreError
+from evenroute.dist.rank_core import RankCore
+from evenroute.dist.rebalancer_core import Outgoing, Phase, RebalancerCore
+from evenroute.dist.stream_core import RankStream
+from evenroute.dist.view_core import RunView
+from support.simulator import Parts, World
+from support.simulator_rank import SimRank
+from support.simulator_store import SimStore
+
+Vector = Sequence[int] | NDArray[np.int64]
+
+# ----------------------------------------------------------------------------------------------- votes
+
+
+class TrustingState(AgreedState):
+    """Takes whatever it is given as the version that was voted."""
+
+    def _candidate(self, reduced: Reduced, voted: Version | None) -> Version | None:
+        if reduced.candidate is None or voted is None or not reduced.same_digest:
+            return None
+        return voted if reduced.candidate > self.last_target else None
+
+
+class NoPin(RankCore):
+    """Reads its newest placement when the vote is read, not when it was posted."""
+
+    def decide(self, vote: int, reduced: Vector) -> list[Action]:
+        self._voted = self.newest
+        return super().decide(vote, reduced)
+
+
+class PollingRank(SimRank):
+    """Goes on if the vote is not reduced yet, and looks again at the next step."""
+
+    posted = -1
+
+    def agree(self, vote: int) -> bool:
+        if self.posted >= 0:
+            reduced = self.job.reduced.get(self.posted)
+            if reduced is None:
+                return True
+            self.decide(self.posted, reduced)
+        self.posted += 1
+        self.post(self.posted)
+        return True
+
+
+class TwoVotes(RankCore):
+    """Allows a vote to be posted while another is outstanding."""
+
+    def vote(self) -> NDArray[np.int64]:
+        if not hasattr(self, "pins"):
+            self.pins: list[Version | None] = []
+        self._vote_posted = False
+        vector = super().vote()
+        self.pins.append(self._voted)
+        return vector
+
+    def decide(self, vote: int, reduced: Vector) -> list[Action]:
+        self._voted = self.pins.pop(0)
+        actions = super().decide(vote, reduced)
+        self._vote_posted = bool(self.pins)
+        return actions
+
+
+class PostingFirst(SimRank):
+    """Posts vote k before it reads vote k-1."""
+
+    posted = -1
+
+    def agree(self, vote: int) -> bool:
+        if self.posted < vote:
+            self.posted = vote
+            self.post(vote)
+        if vote == 0:
+            return True
+        reduced = self.job.reduced.get(vote - 1)
+        if reduced is None:
+            self.job.waiters.setdefault(vote - 1, []).append(self)
+            return False
+        self.decide(vote - 1, reduced)
+        return True
+
+
+class FencingAtRead(RankCore):
+    """Drops what was voted if a higher epoch was heard since."""
+
+    def decide(self, vote: int, reduced: Vector) -> list[Action]:
+        if self._voted is not None and self._voted.key[0] < self.fence:
+            self._voted = None
+        return super().decide(vote, reduced)
+
+
+class OwnStaged(RankCore):
+    """Commits what is staged here, whatever the others have."""
+
+    def decide(self, vote: int, reduced: Vector) -> list[Action]:
+        return super().decide(vote, [*reduced[:6], self._staged, *reduced[7:]])
+
+
+class LocalOpening(AgreedState):
+    """Opens the next layer as soon as one is staged here."""
+
+    local_staged = 0
+
+    def _open(self) -> list[Action]:
+        assert self.target is not None
+        limit = min(len(self.moved), max(self.committed, self.local_staged) + self.num_buffers)
+        layers = self.moved[self.opened : limit]
+        self.opened, self._hash = self.opened + len(layers), None
+        return [Open(i, self.live_rows[i], self.target.rows[i]) for i in layers]
+
+
+class TellsLocalStaged(RankCore):
+    """Lets the agreed state see the local progress."""
+
+    def decide(self, vote: int, reduced: Vector) -> list[Action]:
+        self.state.local_staged = self._staged  # type: ignore[attr-defined]
+        return super().decide(vote, reduced)
+
+
+class NoDraining(AgreedState):
+    """A newer version replaces a target at once."""
+
+    def _may_start(self) -> bool:
+        return not self.failing
+
+
+class CommitUnderError(AgreedState):
+    """Commits what is staged though a rank reports bad content."""
+
+    def _may_commit(self) -> bool:
+        return self.target is not None
+
+
+class MovesFromLastTarget(AgreedState):
+    """Takes for granted that the last target is live."""
+
+    last_version: Version | None = None
+
+    def _start(self, version: Version) -> list[Action]:
+        self.base = self.last_version
+        actions = super()._start(version)
+        self.last_version = version
+        return actions
+
+    def _moves(self, layer: int, version: Version) -> bool:
+        if self.base is None:
+            return super()._moves(layer, version)
+        return not np.array_equal(self.base.rows[layer].slots, version.rows[layer].slots)
+
+    def _open(self) -> list[Action]:
+        if self.base is None:
+            return super()._open()
+        rows = self.base.rows
+        return [Open(a.layer, rows[a.layer], a.target_row) for a in super()._open()]  # type: ignore[union-attr]
+
+
+class RollingBack(AgreedState):
+    """Undoes the committed layers of a version that fails."""
+
+    def _start(self, version: Version) -> list[Action]:
+        self.before = list(zip(self.live_rows, self.live_digests, self.live_keys, strict=True))
+        return super()._start(version)
+
+    def _fail(self) -> list[Action]:
+        layers = self.moved[: self.committed]
+        actions = super()._fail()
+        for layer in layers:
+            row, self.live_digests[layer], key = self.before[layer]
+            self.live_rows[layer], self.live_keys[layer] = row, key
+            actions.append(Commit(layer, row, key))
+        return actions
+
+
+class FailedAgain(AgreedState):
+    """Forgets that a version was tried."""
+
+    def _fail(self) -> list[Action]:
+        actions = super()._fail()
+        self.last_target = max(self.live_keys)
+        return actions
+
+
+class StagedAnew(RankCore):
+    """Begins the staged count anew though it is the same version again."""
+
+    def decide(self, vote: int, reduced: Vector) -> list[Action]:
+        actions = super().decide(vote, reduced)
+        if any(isinstance(action, Discard) for action in actions):
+            self._staged, self._error = 0, False
+        return actions
+
+
+class OneKey(AgreedState):
+    """One version number for all layers."""
+
+    def _commit(self, layer: int) -> Commit:
+        commit = super()._commit(layer)
+        self.live_keys = [commit.key for _ in self.live_keys]
+        return commit
+
+
+def snapshot_per_rank(world: World, started: StartedJob, rank: int) -> StartedJob:
+    """Each rank takes the newest placement that it can get, by itself."""
+    master = world.master
+    if rank == 0 or master is None or master.core.phase is not Phase.SERVING or master.core.newest is None:
+        return started
+    newest = master.core.newest
+    return StartedJob(
+        started.run, master.core.epoch, newest.key, started.job, pack_placement(newest.placement)
+    )
+
+
+# ---------------------------------------------------------------------------------------------- stream
+
+
+class NoResend(RankStream):
+    """Sends a window once."""
+
+    def tick(self, now: float) -> list[Window]:
+        return []
+
+
+class MergingSent(RankStream):
+    """Adds later counts to the window that is under way."""
+
+    def add(
+        self, first_step: int, last_step: int, tokens: int, counts: NDArray[np.int64], now: float
+    ) -> list[Window]:
+        sent = self.in_flight
+        if sent is None:
+            return super().add(first_step, last_step, tokens, counts, now)
+        total = np.frombuffer(sent.counts, "<i8") + counts.ravel()
+        self.in_flight = Window(
+            sent.run, sent.rank, sent.seq, sent.first_step, last_step, sent.tokens + tokens, total.tobytes()
+        )
+        return [self.in_flight]
+
+
+class AnyAck(RankCore):
+    """Takes acknowledgements of fenced rebalancers."""
+
+    def _pass_fence(self, message: Down) -> bool:
+        return super()._pass_fence(message) or isinstance(message, Ack)
+
+
+class NoFence(RankCore):
+    """Takes everything, whoever leads."""
+
+    def _pass_fence(self, message: Down) -> bool:
+        super()._pass_fence(message)
+        return True
+
+
+class FenceFollows(RankCore):
+    """The last epoch heard leads."""
+
+    def _pass_fence(self, message: Down) -> bool:
+        if message.epoch:
+            self.fence = message.epoch
+        return True
+
+
+class NoHeartbeat(RankCore):
+    """Tells changes once and never again."""
+
+    def next_time(self) -> float:
+        self._status_at = 1e9
+        return super().next_time()
+
+    def tick(self, now: float) -> list[Any]:
+        self._status_at = 1e9
+        return super().tick(now)
+
+
+# ------------------------------------------------------------------------------------------ rebalancer
+
+
+class NoRandomBits(RebalancerCore):
+    """Epochs are counters."""
+
+    def __init__(self, *args: Any, random_bits: Callable[[int], int], **other: Any) -> None:
+        super().__init__(*args, random_bits=lambda bits: 0 if bits == 20 else random_bits(bits), **other)
+
+
+class Unfenced(RebalancerCore):
+    """Goes on though a rank is led by a higher epoch."""
+
+    def _fenced(self, status: Status) -> bool:
+        return False
+
+
+class NoRows(RebalancerCore):
+    """Never asks for rows that its store lacks."""
+
+    def _ask_rows(self, now: float) -> list[Outgoing]:
+        return []
+
+
+class UnorderedView(RunView):
+    """The status that came last is the view."""
+
+    def _supersedes(self, status: Status) -> bool:
+        return True
+
+
+class Unordered(RebalancerCore):
+    """Has such a view."""
+
+    def _adopt(self, status: Status) -> bool:
+        adopted = super()._adopt(status)
+        if self.view is not None:
+            self.view.__class__ = UnorderedView
+        return adopted
+
+
+class NoToken(RebalancerCore):
+    """Follows whichever run it hears."""
+
+    def _receive_status(self, peer: Any, status: Status, now: float) -> list[Outgoing]:
+        self._token = status.token
+        return super()._receive_status(peer, status, now)
+
+
+class AckFirst(RebalancerCore):
+    """Acknowledges, and commits when it acts the next time."""
+
+    def _store_windows(self, batch: list[RankWindow], senders: list[Any]) -> list[Outgoing]:
+        waiting = getattr(self, "waiting", None)
+        if waiting is not None:
+            self.waiting = None
+            super()._store_windows(*waiting)
+        self.waiting: tuple[list[RankWindow], list[Any]] | None = (batch, senders)
+        return [
+            Outgoing(peer, Ack(window.run, self.epoch, window.seq))
+            for peer, window in zip(senders, batch, strict=True)
+        ]
+
+
+class NoDuplicateAck(RebalancerCore):
+    """Acknowledges a window only as it is stored."""
+
+    def _store_windows(self, batch: list[RankWindow], senders: list[Any]) -> list[Outgoing]:
+        before = self.counters.windows_duplicate
+        out = super()._store_windows(batch, senders)
+        return out if self.counters.windows_duplicate == before else []
+
+
+class NoAnswer(RebalancerCore):
+    """Sends a version once."""
+
+    def _answer_status(self, peer: Any, status: Status, now: float) -> list[Outgoing]:
+        resent = self.counters.placements_resent
+        out = super()._answer_status(peer, status, now)
+        return out if self.counters.placements_resent == resent else out[:-1]
+
+
+# ----------------------------------------------------------------------------------------------- store
+
+
+class SeqWithoutRun(SimStore):
+    """Sequence numbers are kept by rank only."""
+
+    def last_seq(self, run: int, rank: int) -> int:
+        return max((seq for (_, its_rank), seq in self._last_seq.items() if its_rank == rank), default=0)
+
+
+class StoresAgain(SimStore):
+    """Inserts whatever comes."""
+
+    def last_seq(self, run: int, rank: int) -> int:
+        return 0
+
+
+class NoStoreCheck(SimStore):
+    """Transactions do not look whose store it is."""
+
+    def check(self, epoch: int | None) -> None:
+        if self.failing:
+            raise StoreError("store: disk full")
+
+
+MUTATIONS: dict[str, Parts] = {
+    "no-pin": Parts(rank_core=NoPin, agreed_state=TrustingState, hash_compared=False),
+    "poll-instead-of-wait": Parts(sim_rank=PollingRank, hash_compared=False),
+    "post-before-read": Parts(rank_core=TwoVotes, sim_rank=PostingFirst, hash_compared=False),
+    "fencing-when-the-vote-is-read": Parts(rank_core=FencingAtRead, hash_compared=False),
+    "own-staged-count": Parts(rank_core=OwnStaged, hash_compared=False),
+    "opening-on-local-progress": Parts(
+        rank_core=TellsLocalStaged, agreed_state=LocalOpening, hash_compared=False
+    ),
+    "superseding-without-draining": Parts(agreed_state=NoDraining),
+    "commit-under-an-error": Parts(agreed_state=CommitUnderError),
+    "moves-from-the-last-target": Parts(agreed_state=MovesFromLastTarget),
+    "snapshot-per-rank-at-start": Parts(started_for=snapshot_per_rank, hash_compared=False),
+    "rollback": Parts(agreed_state=RollingBack),
+    "failed-key-taken-again": Parts(rank_core=StagedAnew, agreed_state=FailedAgain),
+    "no-random-bits-in-the-epoch": Parts(rebalancer=NoRandomBits),
+    "no-resend": Parts(stream=NoResend),
+    "fenced-life-goes-on": Parts(rebalancer=Unfenced),
+    "no-rows": Parts(rebalancer=NoRows),
+    "one-version-for-all-layers": Parts(agreed_state=OneKey),
+    "unordered-status": Parts(rebalancer=Unordered),
+    "no-run-token": Parts(rebalancer=NoToken),
+    "merging-a-window-already-sent": Parts(stream=MergingSent),
+    "acknowledging-before-the-commit": Parts(rebalancer=AckFirst),
+    "acknowledgement-of-any-epoch": Parts(rank_core=AnyAck),
+    "sequence-keys-without-the-run": Parts(store=SeqWithoutRun),
+    "no-store-check-in-the-transaction": Parts(store=NoStoreCheck),
+    # Beyond the list of the issue.
+    "no-look-at-the-last-sequence-number": Parts(store=StoresAgain),
+    "fence-follows-whoever-speaks": Parts(rank_core=FenceFollows),
+    "no-fence-at-receipt": Parts(rank_core=NoFence),
+    "no-heartbeat": Parts(rank_core=NoHeartbeat),
+    "no-acknowledgement-of-duplicates": Parts(rebalancer=NoDuplicateAck),
+    "no-answer-with-the-newest": Parts(rebalancer=NoAnswer),
+}

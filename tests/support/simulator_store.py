@@ -1,0 +1,47 @@
+"""The simulator's store: in memory, with a record of who wrote what."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenroute.dist.protocol_store import RankWindow, Receipt
+from evenroute.eplb.placement import Placement
+from support.memory_store import MemoryStore
+from support.simulator_history import History, SealRecord, WriteRecord
+
+
+class SimStore(MemoryStore):
+    """``contents``: (run, rank, seq) of all windows that were ever inserted."""
+
+    def __init__(self, number: int, history: History) -> None:
+        super().__init__()
+        self.number = number
+        self.contents: set[tuple[int, int, int]] = set()
+        self._history = history
+
+    def _wrote(self, epoch: int | None, what: str) -> None:
+        if epoch is not None:
+            self._history.writes.append(WriteRecord(self.number, epoch, self.last_epoch(), what))
+
+    def add_windows(self, windows: Sequence[RankWindow], *, epoch: int, **other: Any) -> list[Receipt]:
+        receipts = super().add_windows(windows, epoch=epoch, **other)
+        for receipt in receipts:
+            if receipt.stored:
+                w = receipt.window
+                content = (w.first_step, w.last_step, w.tokens, w.counts.tobytes())
+                self._history.stored.append((self.number, SealRecord(w.run, w.rank, w.seq, content)))
+                self.contents.add((w.run, w.rank, w.seq))
+        self._wrote(epoch, "windows")
+        return receipts
+
+    def add_placement(self, placement: Placement, *, epoch: int, **other: Any) -> None:
+        super().add_placement(placement, epoch=epoch, **other)
+        self._wrote(epoch, "a placement")
+
+    def keep_row(
+        self, digest: int, slots: NDArray[np.int32], shares: NDArray[np.uint16] | None, *, epoch: int | None
+    ) -> None:
+        super().keep_row(digest, slots, shares, epoch=epoch)
+        self._wrote(epoch, "a row")
