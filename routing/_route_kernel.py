@@ -117,7 +117,9 @@ def store_columns(
     if EMIT[3]:
         tl.store(local_ptr + index, tl.where(valid, local, -1), mask=mask)
     if EMIT[4]:
-        bits = weight.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        # Round to nearest even by hand: weights are finite and not negative.
+        bits = weight.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         tl.store(packed_ptr + index, (physical << 16) | bits, mask=mask)
     if EMIT[5]:
         tl.atomic_add(scratch_ptr + 1 + physical, 1, mask=mask & valid, sem="relaxed")
