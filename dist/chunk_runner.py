@@ -1,40 +1,54 @@
-"""Runs the chunks of a migration: on a side stream with event edges (CUDA), or as works that are waited for (CPU)."""
+"""Runs the chunks of a migration: on the main stream (CUDA), or as works that are waited for a step later (CPU)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as torch_dist
 
-from evenroute.dist.exchange import InFlight, MigrationError, post, wait_host
+from evenroute.dist.exchange import InFlight, post, wait_host
 from evenroute.dist.open_layer import OpenLayer
 from evenroute.dist.transfer import Chunk
 from evenroute.dist.watchdog import StallWatchdog
 
 
+@dataclass
+class ChunkRecord:
+    """Measured: bytes that this rank sent and received in one chunk, and how long it took on the device (CUDA) or from
+    enqueueing until its end was waited for (CPU)."""
+
+    sent: int
+    received: int
+    begun: torch.cuda.Event | None = None
+    done: torch.cuda.Event | None = None
+    host_s: float = 0.0
+
+    def seconds(self) -> float:
+        """Only once it is done."""
+        if self.begun is None or self.done is None:
+            return self.host_s
+        return float(self.begun.elapsed_time(self.done)) / 1e3  # type: ignore[no-untyped-call]
+
+
 class ChunkRunner:
     """One chunk at a time, in the same order on all ranks.
 
-    On CUDA a chunk begins after all that the main stream had enqueued by then, and the main stream goes on after it: at
-    once, or at `join` with ``overlap``. On the CPU a chunk is complete when `finish` has waited for it.
+    On CUDA a chunk lies on the main stream: it begins after all that the stream had by then, and what comes later waits
+    for it. On the CPU a chunk is complete when `finish` has waited for it.
     """
 
-    def __init__(
-        self, group: torch_dist.ProcessGroup, device: torch.device, *, limit_s: float, overlap: bool
-    ) -> None:
+    def __init__(self, group: torch_dist.ProcessGroup, device: torch.device, *, limit_s: float) -> None:
         self._group = group
         self._rank = torch_dist.get_rank(group)
-        self._device = device
         self._limit_s = limit_s
-        self._overlap = overlap
         self.cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self.cuda else None  # type: ignore[no-untyped-call]
         self._watchdog = StallWatchdog(limit_s) if self.cuda else None
         self._last: InFlight | None = None
-        self._unjoined: torch.cuda.Event | None = None
         self.bytes_received = 0
+        self.records: list[ChunkRecord] | None = None  # filled for benches, if set
 
     def enqueue(
         self, picked: Sequence[tuple[OpenLayer, Chunk]], test_staged: Callable[[OpenLayer], None]
@@ -42,49 +56,40 @@ class ChunkRunner:
         """Start the chunks of this step; ``test_staged`` enqueues the checks of a layer whose last chunk this is.
 
         Raises:
-            MigrationError: the backend refuses, or the last chunk was not joined.
+            MigrationError: the backend refuses.
         """
-        if self._unjoined is not None:
-            raise MigrationError(
-                "migration: a chunk was not joined before the next (overlap needs `join` in every step)"
-            )
         what = picked[-1][0].describe()
-        if self._stream is None:
+        if self._watchdog is None:
             started = time.monotonic()
             self._last = InFlight(what, started, self._transfer(picked, what))
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        begun, done = new_event(), new_event()
-        with torch.cuda.stream(self._stream):
-            begun.record()
-            for work in self._transfer(picked, what):
-                work.wait()
-            done.record()
-            for one, _ in picked:
-                if one.enqueued:
-                    test_staged(one)
-                    one.done = new_event()
-                    one.done.record()
+        timed = self.records is not None
+        begun, done = new_event(timing=timed), new_event(timing=timed)
+        begun.record()
+        for work in self._transfer(picked, what):
+            work.wait()  # the main stream waits, not the host
+        done.record()
+        for one, _ in picked:
+            if one.enqueued:
+                test_staged(one)
+                one.done = new_event()
+                one.done.record()
         self._last = InFlight(what, time.monotonic(), [], begun, done)
-        assert self._watchdog is not None
         self._watchdog.watch(self._last)
-        self._unjoined = done
-        if not self._overlap:
-            self.join()
+        if self.records is not None:
+            self.records[-1].begun, self.records[-1].done = begun, done
 
     def _transfer(self, picked: Sequence[tuple[OpenLayer, Chunk]], what: str) -> list[torch_dist.Work]:
         moves = [move for one, chunk in picked for move in one.moves(chunk, self._rank)]
-        self.bytes_received += sum(move.memory.numel() for move in moves if not move.send)
+        received = sum(move.memory.numel() for move in moves if not move.send)
+        self.bytes_received += received
+        if self.records is not None:
+            sent = sum(move.memory.numel() for move in moves if move.send)
+            self.records.append(ChunkRecord(sent, received))
         works = post(moves, self._group, what)
         for one, chunk in picked:
             one.copy_locally(chunk, self._rank)
         return works
-
-    def join(self) -> None:
-        """The main stream waits for the step's chunk."""
-        if self._unjoined is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._unjoined)
-            self._unjoined = None
 
     def finish(self, *, block: bool) -> bool:
         """Wait for the last chunk (CUDA: only with ``block``). True if none is left in flight.
@@ -96,6 +101,8 @@ class ChunkRunner:
             return True
         if not self.cuda:
             wait_host(self._last, self._limit_s)
+            if self.records:
+                self.records[-1].host_s = time.monotonic() - self._last.started
         elif block:
             assert self._last.done is not None
             self._last.done.synchronize()
@@ -116,5 +123,5 @@ class ChunkRunner:
             self._watchdog.close()
 
 
-def new_event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+def new_event(*, timing: bool = False) -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]

@@ -1,11 +1,11 @@
 """Experts move while serving: `WeightMover` stages layers over a process group of its own and commits them between
 steps.
 
-Memory order, on CUDA. A chunk begins after everything the main stream had enqueued when `advance` was called, so a send
-reads what the last commit of its layer wrote, and a receive writes a buffer whose last commit has read it; the main
-stream goes on after the chunk. So every chunk has the same place among the main stream's collectives on all ranks, and
-two communicators never wait for each other on the device. A commit comes after all ranks agreed that the layer is
-staged everywhere: no peer reads the old rows then.
+Memory order, on CUDA. A chunk runs on the communicator's stream, but begins after everything the main stream had when
+`advance` was called, and the main stream goes on after it. So a send reads what the last commit of its layer wrote, a
+receive writes a buffer whose last commit has read it, and every chunk has the same place among the main stream's
+collectives on all ranks: two communicators never wait for each other on the device. A commit comes after all ranks
+agreed that the layer is staged everywhere: no peer reads the old rows then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as torch_dist
 from numpy.typing import NDArray
 
-from evenroute.dist.chunk_runner import ChunkRunner
+from evenroute.dist.chunk_runner import ChunkRecord, ChunkRunner
 from evenroute.dist.exchange import MigrationError
 from evenroute.dist.mover import TableUpdater
 from evenroute.dist.open_layer import OpenLayer
@@ -40,8 +40,6 @@ class MigrationConfig:
         max_peers: most ranks that a rank exchanges with in one chunk (2 where one round already has two).
         transfer_limit_s: a chunk that takes longer ends the job.
         verify: compare a checksum of every moved expert when it is staged and again after each commit.
-        overlap: the main stream waits for a chunk only at `WeightMover.join`, which the engine then calls before the
-            step's first collective; otherwise at once.
     """
 
     staging_bytes: int = 2 << 30
@@ -49,7 +47,6 @@ class MigrationConfig:
     max_peers: int = 4
     transfer_limit_s: float = 30.0
     verify: bool = False
-    overlap: bool = False
 
     def __post_init__(self) -> None:
         for name, low in (("staging_bytes", 1), ("chunk_bytes", ALIGN), ("max_peers", 1)):
@@ -107,9 +104,7 @@ class WeightMover:
         self._num_experts = 0
         self._buffers = StagingBuffers(weights, self.config.staging_bytes)
         self.num_buffers = self._buffers.num_buffers
-        self._runner = ChunkRunner(
-            group, weights.device, limit_s=self.config.transfer_limit_s, overlap=self.config.overlap
-        )
+        self._runner = ChunkRunner(group, weights.device, limit_s=self.config.transfer_limit_s)
         self._open: deque[OpenLayer] = deque()
         self._num_committed = 0
         self._error: str | None = None
@@ -193,10 +188,6 @@ class WeightMover:
         if picked:
             self._runner.enqueue(picked, self._test_staged)
 
-    def join(self) -> None:
-        """With ``overlap``: the main stream waits here for the step's chunk. Call it before the first collective."""
-        self._runner.join()
-
     def staged(self) -> int:
         """See `LayerMover`."""
         count = self._num_committed
@@ -262,6 +253,11 @@ class WeightMover:
         """Bytes that came from other ranks so far."""
         return self._runner.bytes_received
 
+    def record_chunks(self) -> list[ChunkRecord]:
+        """From now on: what each chunk moved and how long it took, appended to the list that is returned."""
+        self._runner.records = []
+        return self._runner.records
+
     @property
     def staging_bytes(self) -> int:
         """Memory that the staging buffers take."""
@@ -321,7 +317,6 @@ class WeightMover:
             one = self._open[0]
             while not one.enqueued:
                 self.advance()
-                self.join()
             self._finish_chunk(block=True)
             one.commit(self.rank)
             self._rows[layer] = np.array(target.slots, dtype=np.int32)
