@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from support.interpreted import BACKEND, COMPILED, DEVICE
-from support.route_checks import FLAVOURS, Pair, Variant, draw_case
+from support.route_checks import FLAVOURS, Pair, draw_case
 from support.route_variants import SMALL_SHAPES, pairwise_variants
 
 # numpy, under the interpreter, warns about what the kernels mean to do (exp2 overflows to inf).
