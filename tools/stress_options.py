@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from evenroute.dist.address import parse_address
+from evenroute.dist.keys import load_client_keys
 from evenroute.eplb.load_files import read_logical_count
 from evenroute.eplb.model_shapes import MODEL_SHAPES, ModelShape
 from evenroute.eplb.placement import Placement
@@ -36,6 +38,7 @@ class StressOptions:
     loads: Path | None
     reshuffle: bool
     rebalancer: str
+    keys: Path | None
     interval_steps: int
     agree_every: int
     policy: str
@@ -89,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--no-reshuffle", dest="reshuffle", action="store_false", help="keep the popularity all the way")
     add("--rebalancer", default="start", metavar="start|off|ADDR", help="default: start one of our own")
+    add("--keys", type=Path, help="this rank's key file (rank.toml), for a --rebalancer with CURVE keys")
     add("--interval-steps", type=int, default=30, help="steps between two plans of our own rebalancer")
     add("--agree-every", type=int, default=4, help="steps between two votes")
     add("--policy", choices=POLICIES, default="auto")
@@ -174,6 +178,17 @@ def _check_loads(args: argparse.Namespace, shape: ModelShape) -> None:
             )
 
 
+def _check_rebalancer(args: argparse.Namespace) -> None:
+    if args.rebalancer not in ("start", "off"):
+        parse_address(args.rebalancer, field="--rebalancer")
+        if args.store is not None:
+            raise ValueError(f"--store: found with --rebalancer {args.rebalancer}, which has its own")
+    elif args.keys is not None:
+        raise ValueError(f"--keys: found with --rebalancer {args.rebalancer}, expected only with an address")
+    if args.keys is not None:
+        load_client_keys(args.keys)
+
+
 def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
     """Parses and checks all flags for `ep_size` ranks.
 
@@ -200,6 +215,7 @@ def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
         raise ValueError(
             f"--dispatch: found {dispatch} with --token-mode shared, expected {' or '.join(SHARED_DISPATCHES)}"
         )
+    _check_rebalancer(args)
     if args.report is not None and not args.report.resolve().parent.is_dir():
         raise ValueError(f"--report: folder {args.report.resolve().parent} does not exist")
     return StressOptions(
@@ -215,6 +231,7 @@ def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
         loads=args.loads,
         reshuffle=args.reshuffle and args.routing == "zipf",
         rebalancer=args.rebalancer,
+        keys=args.keys,
         interval_steps=args.interval_steps,
         agree_every=args.agree_every,
         policy=args.policy,

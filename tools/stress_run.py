@@ -139,6 +139,7 @@ class StressRank:
         self.agent = RankAgent.start(
             AgentConfig(
                 rebalancer=address,
+                keys="" if self.options.keys is None else str(self.options.keys),
                 model=self.options.shape.name,
                 top_k=self.options.shape.top_k,
                 shared_counts=self.options.token_mode == "shared",

@@ -42,6 +42,9 @@ def stress(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--routing", "trace"], 2, "--loads: missing"),
         (["--routing", "zipf", "--loads", "x.json"], 2, "expected only with --routing trace"),
         (["--token-mode", "shared", "--dispatch", "dynamic"], 2, "--dispatch: found dynamic"),
+        (["--rebalancer", "localhost"], 2, "--rebalancer"),
+        (["--keys", "/no/such/rank.toml"], 2, "--keys: found with --rebalancer start"),
+        (["--rebalancer", "ipc:///tmp/r.sock", "--store", "x.db"], 2, "--store"),
         (["--report", "/no/such/folder/r.json"], 2, "--report: folder /no/such/folder does not exist"),
     ],
 )
