@@ -14,7 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.dist.messages import NO_KEY
-from evenroute.eplb.placement import DIGEST_MASK, Placement, PlacementRow, placement_digest, row_digest
+from evenroute.eplb.placement import (
+    DIGEST_MASK,
+    Placement,
+    PlacementRow,
+    even_shares,
+    placement_digest,
+    row_digest,
+)
 
 Key: TypeAlias = tuple[int, int]
 
@@ -39,7 +46,14 @@ class Version:
     @classmethod
     def of(cls, key: Key, placement: Placement) -> "Version":
         """Compute rows and digests of ``placement`` (milliseconds at 92 x 1,024 slots: not on the forward thread)."""
-        rows = tuple(placement.row(layer) for layer in range(placement.num_layers))
+        slots, shares = placement.physical_to_logical, placement.shares
+        uneven = np.zeros(len(slots), dtype=bool)
+        if shares is not None:
+            uneven = (shares != even_shares(slots)).any(axis=1)
+        rows = tuple(
+            PlacementRow(slots[layer], shares[layer] if shares is not None and uneven[layer] else None)
+            for layer in range(len(slots))
+        )
         digests = tuple(row_digest(row.slots, row.shares) for row in rows)
         return cls(key, placement, rows, digests, placement_digest(digests))
 

@@ -214,3 +214,15 @@ def test_62_bit_values_keep_their_negatives_apart() -> None:
 def test_no_version_is_never_a_candidate() -> None:
     ranks = Ranks(start=version_of(NO_KEY))
     assert ranks.vote(None) == []
+
+
+def test_a_version_has_the_rows_and_digests_of_its_placement() -> None:
+    for placement in (placement_of(seed=3), with_shares(placement_of(seed=3), 1)):
+        version = Version.of((1, 1), placement)
+        assert version.digest == placement.digest()
+        assert list(version.row_digests) == placement.row_digests().tolist()
+        for layer, row in enumerate(version.rows):
+            expected = placement.row(layer)
+            assert (row.slots == expected.slots).all()
+            assert (row.shares is None) == (expected.shares is None)
+            assert row.shares is None or (row.shares == expected.shares).all()
