@@ -57,6 +57,7 @@ def align_once_kernel(
     expert_ids,
     total_ptr,
     cumsum_ptr,
+    inverse_ptr,
     ids_ptr,
     histogram_ptr,
     numel,
@@ -73,6 +74,7 @@ def align_once_kernel(
     DROP: tl.constexpr,
     HAS_HISTOGRAM: tl.constexpr,
     HAS_CUMSUM: tl.constexpr,
+    HAS_INVERSE: tl.constexpr,
 ):
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -101,6 +103,11 @@ def align_once_kernel(
     own_count = tl.sum(mine.to(tl.int32), axis=1)
     place = own_start[:, None] + rank - 1
     tl.store(sorted_ids + place, tl.broadcast_to(index[None, :], [NB, N]), mask=mine)
+    if HAS_INVERSE:
+        tl.store(tl.broadcast_to((inverse_ptr + index)[None, :], [NB, N]), place, mask=mine)
+        if DROP:
+            dropped = inside & (bucket == 0) & (program == 0)
+            tl.store(inverse_ptr + index, tl.full([N], -1, tl.int32), mask=dropped)
     pad = (own_start + own_count)[:, None] + tl.arange(0, BLOCK_SIZE_PAD)[None, :]
     tl.store(sorted_ids + pad, tl.zeros([NB, BLOCK_SIZE_PAD], tl.int32) + numel, mask=pad < own_end[:, None])
 
@@ -163,6 +170,7 @@ def place_kernel(
     expert_ids,
     total_ptr,
     cumsum_ptr,
+    inverse_ptr,
     chunk_counts,
     totals,
     ids_ptr,
@@ -178,6 +186,7 @@ def place_kernel(
     DROP: tl.constexpr,
     SCANNED: tl.constexpr,
     HAS_CUMSUM: tl.constexpr,
+    HAS_INVERSE: tl.constexpr,
 ):
     """Writes one chunk's elements. SCANNED: `scan_kernel` ran, else the counts of all chunks are summed here."""
     chunk = tl.program_id(0)
@@ -214,7 +223,10 @@ def place_kernel(
     written = bucket < width
     if DROP:
         written = written & (bucket > 0)
-    tl.store(sorted_ids + place, chunk * CHUNK + ordered % CHUNK, mask=written)
+    source = chunk * CHUNK + ordered % CHUNK
+    tl.store(sorted_ids + place, source, mask=written)
+    if HAS_INVERSE:
+        tl.store(inverse_ptr + source, tl.where(written, place, -1), mask=bucket < width)
 
     _store_expert_ids(
         expert_ids, ends, total, num_blocks, chunk * BLOCKS, tl.num_programs(0) * BLOCKS, BLOCK_SIZE, BLOCKS

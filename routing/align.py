@@ -71,6 +71,7 @@ def moe_align_block_size(
     invalid: str = "sentinel",
     slot_histogram: Tensor | None = None,
     cumsum: Tensor | None = None,
+    inverse: Tensor | None = None,
     out: AlignBuffers | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,6 +86,7 @@ def moe_align_block_size(
                     counting; it must be right
     cumsum          [num_experts + 2] int32, filled with the start of every bucket (invalid ids first, then expert
                     0, ...) and the padded total
+    inverse         [T * K] int32, filled with the place of every flat index in sorted_ids, -1 for dropped ones
     out             buffers of `AlignBuffers.allocate` for this shape
     backend         "auto": Triton on CUDA, plain torch elsewhere; "reference", "triton"; "interpret": the kernels on
                     CPU tensors under TRITON_INTERPRET=1, for tests
@@ -94,7 +96,7 @@ def moe_align_block_size(
 
     Raises ValueError for wrong shapes, dtypes and names.
     """
-    _check_arguments(ids, block_size, num_experts, invalid, slot_histogram, cumsum, backend)
+    _check_arguments(ids, block_size, num_experts, invalid, slot_histogram, cumsum, inverse, backend)
     numel = ids.numel()
     if out is None:
         out = AlignBuffers.allocate(numel, block_size, num_experts, device=ids.device)
@@ -111,6 +113,7 @@ def moe_align_block_size(
             invalid=invalid,
             slot_histogram=slot_histogram,
             cumsum=cumsum,
+            inverse=inverse,
             out=out,
         )
     else:
@@ -123,6 +126,7 @@ def moe_align_block_size(
             drop=invalid == "drop",
             slot_histogram=slot_histogram,
             cumsum=cumsum,
+            inverse=inverse,
             out=out,
         )
     return out.sorted_ids, out.expert_ids, out.num_tokens_post_padded
@@ -136,6 +140,7 @@ def moe_align_block_size_torch(
     invalid: str = "sentinel",
     slot_histogram: Tensor | None = None,
     cumsum: Tensor | None = None,
+    inverse: Tensor | None = None,
     out: AlignBuffers | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same in plain torch: the path on CPU and the kernels' reference (`slot_histogram` is not needed here)."""
@@ -164,6 +169,9 @@ def moe_align_block_size_torch(
     out.num_tokens_post_padded.copy_(bounds[-1:])
     if cumsum is not None:
         cumsum.copy_(bounds)
+    if inverse is not None:
+        inverse.fill_(-1)
+        inverse[order[kept]] = place[kept].to(torch.int32)
     return out.sorted_ids, out.expert_ids, out.num_tokens_post_padded
 
 
@@ -174,6 +182,7 @@ def _check_arguments(
     invalid: str,
     slot_histogram: Tensor | None,
     cumsum: Tensor | None,
+    inverse: Tensor | None,
     backend: str,
 ) -> None:
     if ids.dtype not in (torch.int32, torch.int64):
@@ -193,6 +202,7 @@ def _check_arguments(
     for name, tensor, length in (
         ("slot_histogram", slot_histogram, num_experts),
         ("cumsum", cumsum, num_experts + 2),
+        ("inverse", inverse, ids.numel()),
     ):
         if tensor is None:
             continue

@@ -53,6 +53,7 @@ def launch_align(
     slot_histogram: Tensor | None,
     cumsum: Tensor | None,
     out: AlignBuffers,
+    inverse: Tensor | None = None,
     plan: AlignPlan | None = None,
 ) -> None:
     """Enqueue the kernels for `flat` [numel] ids on the current stream (`plan`: for tests and benchmarks)."""
@@ -63,7 +64,7 @@ def launch_align(
     capacity, num_blocks = out.sorted_ids.numel(), out.expert_ids.numel()
     # One bin more than there are buckets: for what lies behind the batch.
     bins = max(32, _power_of_two(num_experts + 2))
-    cumsum_or_any = out.expert_ids if cumsum is None else cumsum
+    unused = out.expert_ids
     if plan.once:
         warps, owned = once_shape(numel, num_experts)
         length = max(32 * warps, _power_of_two(numel))
@@ -71,7 +72,8 @@ def launch_align(
             out.sorted_ids,
             out.expert_ids,
             out.num_tokens_post_padded,
-            cumsum_or_any,
+            unused if cumsum is None else cumsum,
+            unused if inverse is None else inverse,
             flat,
             flat if slot_histogram is None else slot_histogram,
             numel,
@@ -88,10 +90,11 @@ def launch_align(
             DROP=drop,
             HAS_HISTOGRAM=slot_histogram is not None,
             HAS_CUMSUM=cumsum is not None,
+            HAS_INVERSE=inverse is not None,
             num_warps=warps,
         )
         return
-    _launch_chunks(flat, block_size, num_experts, drop, cumsum is not None, cumsum_or_any, out, plan, bins)
+    _launch_chunks(flat, block_size, num_experts, drop, cumsum, inverse, out, plan, bins)
 
 
 def _launch_chunks(
@@ -99,8 +102,8 @@ def _launch_chunks(
     block_size: int,
     num_experts: int,
     drop: bool,
-    has_cumsum: bool,
-    cumsum: Tensor,
+    cumsum: Tensor | None,
+    inverse: Tensor | None,
     out: AlignBuffers,
     plan: AlignPlan,
     bins: int,
@@ -134,7 +137,8 @@ def _launch_chunks(
         out.sorted_ids,
         out.expert_ids,
         out.num_tokens_post_padded,
-        cumsum,
+        out.expert_ids if cumsum is None else cumsum,
+        out.expert_ids if inverse is None else inverse,
         chunk_counts,
         totals,
         flat,
@@ -149,7 +153,8 @@ def _launch_chunks(
         BLOCKS=16,
         DROP=drop,
         SCANNED=plan.scan,
-        HAS_CUMSUM=has_cumsum,
+        HAS_CUMSUM=cumsum is not None,
+        HAS_INVERSE=inverse is not None,
         num_warps=warps,
     )
 

@@ -1,0 +1,186 @@
+"""Routing results as different consumers want them.
+
+standard  `RoutingOutput` itself: weights and physical ids, the consumer sorts
+packed    physical id << 16 | bf16 bits of the weight, one int32 (`emit=("packed_ids",)`: from the routing launch)
+ragged    gather and scatter indices and expert offsets: kernels that walk expert by expert
+bypassed  logits handed on to a consumer that routes inside its own kernel; only while slots are experts
+
+Every form has `to_standard()`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenroute.routing.align import moe_align_block_size
+from evenroute.routing.output import RoutingOutput
+from evenroute.routing.router import Router
+from evenroute.routing.tables import DispatchTables
+
+FORMATS = ("standard", "packed", "ragged", "bypassed")
+
+
+def pack_ids(physical_ids: Tensor, weights: Tensor) -> Tensor:
+    """`physical_ids [T, C] int32`, `weights [T, C] fp32` -> `[T, C] int32`: id << 16 | bf16 bits of the weight."""
+    bits = weights.to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
+    return (physical_ids << 16) | bits
+
+
+def unpack_ids(packed_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """`[T, C] int32` -> (weights fp32, physical_ids int32), -1 and 0 in padding rows."""
+    # The low half as a signed 16-bit number, as int16 wants it.
+    bits = ((packed_ids << 16) >> 16).to(torch.int16)
+    return bits.view(torch.bfloat16).float(), packed_ids >> 16
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRouting:
+    """`packed_ids [T, K+S] int32` alone; weights keep bf16's 8 bits."""
+
+    packed_ids: Tensor
+    top_k: int
+    num_shared: int
+    routed_scaling_factor: float
+    scaling_applied: bool
+
+    @classmethod
+    def from_output(cls, output: RoutingOutput) -> PackedRouting:
+        """Takes `packed_ids` of the routing launch if it emitted them, else packs here."""
+        packed = output.packed_ids
+        if packed is None:
+            packed = pack_ids(output.physical_ids, output.weights)
+        return cls(
+            packed, output.top_k, output.num_shared, output.routed_scaling_factor, output.scaling_applied
+        )
+
+    def to_standard(self) -> RoutingOutput:
+        weights, physical_ids = unpack_ids(self.packed_ids)
+        return _standard(self, weights, physical_ids, self.packed_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedRouting:
+    """Choices sorted by expert (stable, so by token inside one), without padding rows. C = K + S, n = valid choices.
+
+    gather_indices  [T * C] int32: flat index t * C + c at each place of the sorted order; T * C from place n on
+    scatter_indices [T * C] int32: place of each flat index; -1 for choices of padding rows
+    expert_offsets  [buckets + 1] int32: first place of each expert; the last is n
+    gate_weights    [T, C] fp32
+    """
+
+    gather_indices: Tensor
+    scatter_indices: Tensor
+    expert_offsets: Tensor
+    gate_weights: Tensor
+    top_k: int
+    num_shared: int
+    routed_scaling_factor: float
+    scaling_applied: bool
+
+    @classmethod
+    def from_output(cls, output: RoutingOutput, num_buckets: int, *, backend: str = "auto") -> RaggedRouting:
+        """`num_buckets`: number of physical ids, `router.form.num_buckets`. Uses the slot histogram if there is one."""
+        ids = output.physical_ids
+        bounds = torch.empty(num_buckets + 2, dtype=torch.int32, device=ids.device)
+        scatter = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
+        gather, _, _ = moe_align_block_size(
+            ids,
+            1,
+            num_buckets,
+            invalid="drop",
+            slot_histogram=output.slot_histogram,
+            cumsum=bounds,
+            inverse=scatter,
+            backend=backend,
+        )
+        return cls(
+            gather[: ids.numel()],
+            scatter,
+            bounds[1:],
+            output.weights,
+            output.top_k,
+            output.num_shared,
+            output.routed_scaling_factor,
+            output.scaling_applied,
+        )
+
+    def to_standard(self) -> RoutingOutput:
+        place = self.scatter_indices
+        ids = torch.searchsorted(self.expert_offsets, place, right=True, out_int32=True) - 1
+        ids = torch.where(place >= 0, ids, -1).view(self.gate_weights.shape)
+        return _standard(self, self.gate_weights, ids, None)
+
+
+@dataclass(frozen=True, eq=False)
+class BypassedRouting:
+    """Logits and what routes them, for a consumer that chooses experts itself.
+
+    It knows logical ids only, so this form exists while slot p of the layer holds expert p and nothing else does.
+    The consumer's choices are not counted; `to_standard()` routes (and counts) like any call of the router.
+    """
+
+    router: Router
+    logits: Tensor
+    layer: int
+    hidden_states: Tensor | None
+    arguments: dict[str, Any]
+
+    @classmethod
+    def from_logits(
+        cls,
+        router: Router,
+        logits: Tensor,
+        layer: int,
+        *,
+        hidden_states: Tensor | None = None,
+        **arguments: Any,
+    ) -> BypassedRouting:
+        """`arguments`: further ones of `Router.__call__`, for `to_standard`. Reads the tables: not in a captured step.
+
+        Raises:
+            ValueError: the layer's placement is not trivial.
+        """
+        require_trivial(router.tables, layer)
+        return cls(router, logits, layer, hidden_states, arguments)
+
+    def to_standard(self) -> RoutingOutput:
+        """Route after all, by the tables as they are now."""
+        return self.router(self.logits, self.layer, **self.arguments)
+
+
+def require_trivial(tables: DispatchTables, layer: int) -> None:
+    """Raise ValueError, with the reason, unless slot p of the layer holds expert p and there are no other slots."""
+    if tables.num_slots != tables.num_logical_experts:
+        raise ValueError(
+            f"bypassed: layer {layer} has {tables.num_slots} slots for {tables.num_logical_experts} experts; a "
+            "consumer that routes by itself cannot choose among replicas"
+        )
+    row = tables.physical_to_logical[layer].cpu()
+    moved = (row != torch.arange(tables.num_slots, dtype=row.dtype)).nonzero()
+    if len(moved):
+        slot = int(moved[0])
+        raise ValueError(
+            f"bypassed: layer {layer} slot {slot} holds expert {int(row[slot])}; a consumer that routes by itself "
+            "knows no placement but the identity"
+        )
+
+
+def _standard(
+    form: PackedRouting | RaggedRouting, weights: Tensor, physical_ids: Tensor, packed_ids: Tensor | None
+) -> RoutingOutput:
+    return RoutingOutput(
+        weights=weights,
+        physical_ids=physical_ids,
+        logical_ids=None,
+        local_ids=None,
+        packed_ids=packed_ids,
+        slot_histogram=None,
+        top_k=form.top_k,
+        num_shared=form.num_shared,
+        routed_scaling_factor=form.routed_scaling_factor,
+        scaling_applied=form.scaling_applied,
+    )
