@@ -7,22 +7,15 @@ supervisor may start a new life). A peer is whatever the driver addresses a conn
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evenroute.dist.agreement import Key, Version
-from evenroute.dist.load_view import LoadAccumulator, LoadView
+from evenroute.dist.load_view import LoadView
 from evenroute.dist.messages import (
     NO_KEY,
-    Ack,
-    Down,
     JobShape,
-    MessageError,
     PlacementMessage,
     Rows,
     RowsRequest,
@@ -32,84 +25,33 @@ from evenroute.dist.messages import (
     Token,
     Up,
     Window,
-    check_window,
     pack_placement,
-    window_counts,
 )
-from evenroute.dist.protocol_store import ProtocolStore, RankWindow, StaleEpochError, StoreError
+from evenroute.dist.protocol_store import ProtocolStore, StaleEpochError, StoreError
+from evenroute.dist.rebalancer_types import (
+    EPOCH_RANDOM_BITS,
+    Notice,
+    Outgoing,
+    Peer,
+    Phase,
+    PlacementInfo,
+    RebalancerConfig,
+    RebalancerCounters,
+)
 from evenroute.dist.view_core import RunView
+from evenroute.dist.window_receipt import WindowReceipt
 from evenroute.eplb.placement import Placement
 
-Peer: TypeAlias = Hashable
-EPOCH_RANDOM_BITS = 20
-
-
-class Phase(Enum):
-    """Waiting to hear the job, serving with an epoch, or ended."""
-
-    WAITING = "waiting"
-    SERVING = "serving"
-    ENDED = "ended"
-
-
-@dataclass(frozen=True)
-class Outgoing:
-    """A message for one peer."""
-
-    peer: Peer
-    message: Down
-
-
-@dataclass(frozen=True)
-class RebalancerConfig:
-    """``publish_timeout_s``: how long a version may stay unfinished before a newer one may follow; doubles each time
-    that was needed, up to ``max_publish_timeout_s``. ``pid`` is noted with the epoch."""
-
-    publish_timeout_s: float = 60.0
-    max_publish_timeout_s: float = 3600.0
-    rows_resend_s: float = 1.0
-    pid: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("publish_timeout_s", "max_publish_timeout_s", "rows_resend_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
-
-
-@dataclass(frozen=True, eq=False)
-class PlacementInfo:
-    """What is kept with a published placement: ``moves`` int64 [L], slots moved as planned."""
-
-    moves: NDArray[np.int64]
-    policy: str
-    reason: str
-    balancedness_before: float | None = None
-    balancedness_predicted: float | None = None
-
-
-@dataclass(frozen=True)
-class Notice:
-    """Something to log (and to count): ``kind`` is a short fixed word, ``text`` one line."""
-
-    kind: str
-    text: str
-
-
-@dataclass
-class RebalancerCounters:
-    """What this life saw; for metrics."""
-
-    statuses: int = 0
-    statuses_of_other_runs: int = 0
-    windows_stored: int = 0
-    windows_duplicate: int = 0
-    windows_missing: int = 0
-    windows_rejected: int = 0
-    windows_ignored: int = 0  # of another run, or before the life began: they come again
-    messages_rejected: int = 0
-    placements_published: int = 0
-    placements_resent: int = 0
-    store_errors: int = 0
+__all__ = [
+    "Notice",
+    "Outgoing",
+    "Peer",
+    "Phase",
+    "PlacementInfo",
+    "RebalancerConfig",
+    "RebalancerCore",
+    "RebalancerCounters",
+]
 
 
 class RebalancerCore:
@@ -151,7 +93,7 @@ class RebalancerCore:
         self._published_at = 0.0
         self._timeout = config.publish_timeout_s
         self._rows_asked_at = float("-inf")
-        self._loads: LoadAccumulator | None = None
+        self.windows = WindowReceipt(store, self.counters, self.notices)
 
     # ------------------------------------------------------------------------------------- receipt
 
@@ -193,7 +135,9 @@ class RebalancerCore:
     def _receive_status(self, peer: Peer, status: Status, now: float) -> list[Outgoing]:
         self._highest_fence = max(self._highest_fence, status.fence)
         if self._fenced(status):
-            return self._end(f"rank {status.rank} is led by epoch {status.fence}, above this one's {self.epoch}")
+            return self._end(
+                f"rank {status.rank} is led by epoch {status.fence}, above this one's {self.epoch}"
+            )
         if self.view is None or status.run != self.view.run:
             if status.token != self._token:
                 self.counters.statuses_of_other_runs += 1
@@ -240,7 +184,7 @@ class RebalancerCore:
             return False
         self._token = self._draw_token()
         self.view = RunView(status.run, status.job, self._store)
-        self._loads = LoadAccumulator(status.job)
+        self.windows.begin_run(status.job)
         self._first_due = False
         self._note("run", f"the current run is {status.run:#x}, {status.job.ep_size} ranks")
         if self.job != status.job:
@@ -284,72 +228,13 @@ class RebalancerCore:
                 self._store_failed(f"live row not kept: {error}")
         return self._advance(now)
 
-    # ------------------------------------------------------------------------------------- windows
-
     def _receive_windows(self, windows: Sequence[tuple[Peer, Window]]) -> list[Outgoing]:
-        if self.phase is not Phase.SERVING or self.view is None or self._loads is None:
+        if self.phase is not Phase.SERVING or self.view is None:
             self.counters.windows_ignored += len(windows)
             return []
-        batch: list[RankWindow] = []
-        senders: list[Peer] = []
-        for peer, window in windows:
-            if window.run != self.view.run:
-                self.counters.windows_ignored += 1
-                continue
-            try:
-                check_window(window, self.view.job)
-            except MessageError as error:
-                self.counters.windows_rejected += 1
-                self._note("window", f"rank {window.rank}: window {window.seq} rejected: {error}")
-                continue
-            batch.append(self._record(window, self.view.job))
-            senders.append(peer)
-        return self._store_windows(batch, senders) if batch else []
-
-    @staticmethod
-    def _record(window: Window, job: JobShape) -> RankWindow:
-        return RankWindow(
-            run=window.run,
-            rank=window.rank,
-            seq=window.seq,
-            first_step=window.first_step,
-            last_step=window.last_step,
-            tokens=window.tokens,
-            counts=window_counts(window, job),
+        return self.windows.receive(
+            windows, self.view, epoch=self.epoch, stamp=self._stamp(), keep_rank_detail=self.keep_rank_detail
         )
-
-    def _store_windows(self, batch: list[RankWindow], senders: list[Peer]) -> list[Outgoing]:
-        assert self.view is not None
-        assert self._loads is not None
-        job = self.view.job
-        try:
-            receipts = self._store.add_windows(
-                batch,
-                epoch=self.epoch,
-                now=self._stamp(),
-                num_sources=1 if job.shared_counts else job.ep_size,
-                keep_rank_detail=self.keep_rank_detail,
-            )
-        except StoreError as error:
-            self._store_failed(f"{len(batch)} windows not stored, to come again: {error}")
-            return []
-        for receipt in receipts:
-            if not receipt.stored:
-                self.counters.windows_duplicate += 1
-                continue
-            self.counters.windows_stored += 1
-            if receipt.missing_before:
-                self.counters.windows_missing += receipt.missing_before
-                self._note(
-                    "gap",
-                    f"rank {receipt.window.rank}: {receipt.missing_before} windows before number "
-                    f"{receipt.window.seq} are not in this store (it was lost or replaced)",
-                )
-            self._loads.add(receipt)
-        return [
-            Outgoing(peer, Ack(window.run, self.epoch, window.seq))
-            for peer, window in zip(senders, batch, strict=True)
-        ]
 
     # ------------------------------------------------------------------------- life and placements
 
@@ -462,12 +347,12 @@ class RebalancerCore:
 
     def loads(self) -> LoadView | None:
         """Counts stored since the last `clear_loads`, of the current run; None before there is one."""
-        return None if self._loads is None else self._loads.view()
+        return None if self.windows.loads is None else self.windows.loads.view()
 
     def clear_loads(self) -> None:
         """Begin a new interval (a plan was made from the last one)."""
-        if self._loads is not None:
-            self._loads.clear()
+        if self.windows.loads is not None:
+            self.windows.loads.clear()
 
     def settled(self) -> bool:
         """Whether the newest version is live in all layers, or never will be (failed, conflict, refused)."""

@@ -42,6 +42,7 @@ from evenroute.dist.rebalancer_core import (
     RebalancerCore,
 )
 from evenroute.dist.stream_core import RankStream
+from evenroute.dist.window_receipt import WindowReceipt
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.topology import Topology
 from support.protocol_helpers import replace, with_shares
@@ -68,6 +69,7 @@ class Parts:
     agreed_state: type[AgreedState] = AgreedState
     stream: type[RankStream] = RankStream
     rebalancer: type[RebalancerCore] = RebalancerCore
+    windows: type[WindowReceipt] = WindowReceipt
     store: type[SimStore] = SimStore
     sim_rank: type[SimRank] = SimRank
     started_for: Callable[[World, StartedJob, int], StartedJob] = _same_start
@@ -166,6 +168,7 @@ class SimRebalancer:
         self.core: RebalancerCore = world.parts.rebalancer(
             store, config, random_bits=world.rng.getrandbits, stamp=lambda: 0.0
         )
+        self.core.windows.__class__ = world.parts.windows
         world.at(world.now + world.rng.uniform(0.0, 2.0), self.on_plan)
 
     def local_now(self) -> float:

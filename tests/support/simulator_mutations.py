@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from evenroute.dist.agreement import Action, AgreedState, Commit, Discard, Open, Reduced, Version
 from evenroute.dist.job_start import StartedJob
-from evenroute.dist.messages import Ack, Down, Status, Window, pack_placement
-from evenroute.dist.protocol_store import RankWindow, StoreError
+from evenroute.dist.messages import Ack, Down, JobShape, Status, Window, pack_placement
+from evenroute.dist.protocol_store import RankWindow, Receipt, StoreError
 from evenroute.dist.rank_core import RankCore
 from evenroute.dist.rebalancer_core import Outgoing, Phase, RebalancerCore
 from evenroute.dist.stream_core import RankStream
 from evenroute.dist.view_core import RunView
+from evenroute.dist.window_receipt import WindowReceipt
 from support.simulator import Parts, World
 from support.simulator_rank import SimRank
 from support.simulator_store import SimStore
@@ -340,28 +341,23 @@ class NoToken(RebalancerCore):
         return super()._receive_status(peer, status, now)
 
 
-class AckFirst(RebalancerCore):
+class AckFirst(WindowReceipt):
     """Acknowledges, and commits when it acts the next time."""
 
-    def _store_windows(self, batch: list[RankWindow], senders: list[Any]) -> list[Outgoing]:
+    def store(self, batch: list[RankWindow], job: JobShape, **other: Any) -> list[Receipt]:
         waiting = getattr(self, "waiting", None)
+        self.waiting = (batch, job)
         if waiting is not None:
-            self.waiting = None
-            super()._store_windows(*waiting)
-        self.waiting: tuple[list[RankWindow], list[Any]] | None = (batch, senders)
-        return [
-            Outgoing(peer, Ack(window.run, self.epoch, window.seq))
-            for peer, window in zip(senders, batch, strict=True)
-        ]
+            super().store(*waiting, **other)
+        return [Receipt(window, True, 0) for window in batch]
 
 
-class NoDuplicateAck(RebalancerCore):
+class NoDuplicateAck(WindowReceipt):
     """Acknowledges a window only as it is stored."""
 
-    def _store_windows(self, batch: list[RankWindow], senders: list[Any]) -> list[Outgoing]:
-        before = self.counters.windows_duplicate
-        out = super()._store_windows(batch, senders)
-        return out if self.counters.windows_duplicate == before else []
+    def store(self, batch: list[RankWindow], job: JobShape, **other: Any) -> list[Receipt]:
+        receipts = super().store(batch, job, **other)
+        return receipts if all(receipt.stored for receipt in receipts) else []
 
 
 class NoAnswer(RebalancerCore):
@@ -421,7 +417,7 @@ MUTATIONS: dict[str, Parts] = {
     "unordered-status": Parts(rebalancer=Unordered),
     "no-run-token": Parts(rebalancer=NoToken),
     "merging-a-window-already-sent": Parts(stream=MergingSent),
-    "acknowledging-before-the-commit": Parts(rebalancer=AckFirst),
+    "acknowledging-before-the-commit": Parts(windows=AckFirst),
     "acknowledgement-of-any-epoch": Parts(rank_core=AnyAck),
     "sequence-keys-without-the-run": Parts(store=SeqWithoutRun),
     "no-store-check-in-the-transaction": Parts(store=NoStoreCheck),
@@ -430,6 +426,6 @@ MUTATIONS: dict[str, Parts] = {
     "fence-follows-whoever-speaks": Parts(rank_core=FenceFollows),
     "no-fence-at-receipt": Parts(rank_core=NoFence),
     "no-heartbeat": Parts(rank_core=NoHeartbeat),
-    "no-acknowledgement-of-duplicates": Parts(rebalancer=NoDuplicateAck),
+    "no-acknowledgement-of-duplicates": Parts(windows=NoDuplicateAck),
     "no-answer-with-the-newest": Parts(rebalancer=NoAnswer),
 }
