@@ -36,8 +36,10 @@ from evenroute.eplb.foreign_source import (
     stacked_source,
 )
 from evenroute.eplb.foreign_store import SQLITE_MAGIC, read_store
+from evenroute.eplb.placement import Placement
 from evenroute.eplb.placement_file import FORMAT as PLACEMENT_FORMAT
-from evenroute.eplb.placement_file import load_placement
+from evenroute.eplb.placement_file import PlacementFile, load_placement
+from evenroute.eplb.placement_set import SET_FORMAT, load_placement_set
 
 PtReader = Callable[[Path], Any]
 NOT_LOADS = {".md", ".lock", ".partial", ".png", ".html", ".pdf"}
@@ -100,7 +102,7 @@ def open_sources(
 
 def _open_path(path: Path, read_pt: PtReader | None, num_logical_experts: int | None) -> Opened:
     if not path.is_dir():
-        return Opened([_open_file(path, read_pt, num_logical_experts)])
+        return Opened(_open_file(path, read_pt, num_logical_experts))
     names = sorted((child.name for child in path.iterdir() if child.is_file()), key=natural_key)
     if foreign_trtllm.META in names:
         return Opened([foreign_trtllm.read_statistics(path)])
@@ -116,7 +118,7 @@ def _open_path(path: Path, read_pt: PtReader | None, num_logical_experts: int | 
     found = Opened()
     for name in wanted:
         try:
-            found.sources.append(_open_file(path / name, read_pt, num_logical_experts))
+            found.sources += _open_file(path / name, read_pt, num_logical_experts)
         except OSError as error:
             found.errors.append(f"{path / name}: {error.strerror or error}")
         except ValueError as error:
@@ -124,11 +126,23 @@ def _open_path(path: Path, read_pt: PtReader | None, num_logical_experts: int | 
     return found
 
 
-def _open_file(path: Path, read_pt: PtReader | None, num_logical_experts: int | None) -> LoadSource:
+def _open_file(path: Path, read_pt: PtReader | None, num_logical_experts: int | None) -> list[LoadSource]:
+    """What a file holds: one source, or as many as a placement set has keys."""
     with path.open("rb") as file:
         head = file.read(4096)
     if not head:
         raise damaged(path, "the file is empty")
+    if f'"{SET_FORMAT}"'.encode() in head[:200]:  # `format` is the first field
+        found = load_placement_set(path)
+        return [
+            _placement_source(path, placement, content, key) for key, (placement, content) in found.items()
+        ]
+    return [_open_one(path, head, read_pt, num_logical_experts)]
+
+
+def _open_one(
+    path: Path, head: bytes, read_pt: PtReader | None, num_logical_experts: int | None
+) -> LoadSource:
     if head.startswith(SQLITE_MAGIC):
         return read_store(path)
     if is_dump(head):
@@ -185,7 +199,7 @@ def _open_json(path: Path) -> LoadSource:
     if not isinstance(data, dict):
         raise ValueError(f"{path}: found {type(data).__name__}, expected {KNOWN}")
     if data.get("format") == PLACEMENT_FORMAT:
-        return _placement_source(path)
+        return _placement_source(path, *load_placement(path))
     if "layer_list" in data or "moe_layer_count" in data:
         return foreign_ascend.source_from_object(path, data)
     if {"num_experts", "num_experts_per_token"} <= set(data):
@@ -197,8 +211,7 @@ def _open_json(path: Path) -> LoadSource:
     return foreign_sglang.source_from_object(path, data)
 
 
-def _placement_source(path: Path) -> LoadSource:
-    placement, content = load_placement(path)
+def _placement_source(path: Path, placement: Placement, content: PlacementFile, key: str = "") -> LoadSource:
     topology = placement.topology
     known = PlacementMap(
         placement.physical_to_logical,
@@ -210,7 +223,8 @@ def _placement_source(path: Path) -> LoadSource:
     )
     return LoadSource(
         path=path,
-        kind="evenroute placement",
+        kind="evenroute placement" if not key else f"evenroute placement {key!r} of a set",
+        key=key,
         num_layers=placement.num_layers,
         num_logical_experts=placement.num_logical_experts,
         open_windows=lambda: iter(()),

@@ -96,6 +96,7 @@ class LoadSource:
         placements: in the order in which they came into use.
         placement_map: a placement stated by the file that may break the rules of `Placement`.
         layer_ids: the model's index of each row; None = 0..L-1.
+        key: the placement's key in a placement set, else empty.
         notes: what a reader has to know about the figures (one line each).
     """
 
@@ -118,6 +119,7 @@ class LoadSource:
     layer_ids: tuple[int, ...] | None = None
     placements: list[PlacementEvent] = field(default_factory=list)
     placement_map: PlacementMap | None = None
+    key: str = ""
     notes: list[str] = field(default_factory=list)
     time_line: list[dict[str, Any]] = field(default_factory=list)  # balancedness an engine logged itself
     has_loads: bool = True
