@@ -122,11 +122,10 @@ def write_placement(
         write_beside_and_rename(path, content)
         return
     placement = own_placement(known, layers, ep_size, num_nodes, includes_dense)
-    names = {"model": known.model, "phase": known.phase}
     if key is None:
-        save_placement(path, placement, **names)
+        save_placement(path, placement, model=known.model, phase=known.phase)
     else:
-        update_placement_set(path, key, placement, **names)
+        update_placement_set(path, key, placement, model=known.model, phase=known.phase)
 
 
 def own_placement(
