@@ -5,9 +5,9 @@
 import triton
 import triton.language as tl
 
-from evenroute.routing._lists import EXCLUDED, EXHAUSTED, merge, replaced, sort4, take_best
+from evenroute.routing._candidates import count_bits, nth_candidate, segment_maxima
+from evenroute.routing._lists import EXCLUDED, EXHAUSTED, exchange, merge, replaced, sort4, take_best
 from evenroute.routing._scores import (
-    INTERPRETED,
     NAN_KEY,
     base_key,
     clean_logit,
@@ -280,21 +280,6 @@ def choose_by_lists(
 
 
 @triton.jit
-def count_bits(x):
-    """Set bits of int32; the interpreter's twin adds them up in halves."""
-    if INTERPRETED:
-        x = x.to(tl.uint32, bitcast=True)
-        x = x - ((x >> 1) & 0x55555555)
-        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-        x = (x + (x >> 4)) & 0x0F0F0F0F
-        return ((x * 0x01010101) >> 24).to(tl.int32)
-    else:
-        return tl.inline_asm_elementwise(
-            "popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
 def choose_by_bound(
     logit_row,
     bias_row,
@@ -307,17 +292,21 @@ def choose_by_bound(
     lane,
     K: tl.constexpr,
     CHUNKS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TG: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    TOP2: tl.constexpr,
     SHAPE: tl.constexpr,
     FORM: tl.constexpr,
     SCORE: tl.constexpr,
 ):
-    """The same for wide rows without groups: a bound that K keys reach, then the few above it, one a lane.
+    """The same for wide rows: a bound that K keys reach, then the few above it, SLOTS a lane.
 
-    The K-th largest of 64 half-lane maxima bounds the K-th key from below. The keys that reach it (18 of 896 as a
-    rule) are moved to one lane each by a prefix sum over the lanes' bit masks; more than 32 of them: failed.
+    The K-th largest of 32 * SEGMENTS maxima bounds the K-th key from below. The keys that reach it (18 of 896 for
+    K = 16 as a rule) are dealt out by a prefix sum over the lanes' bit masks; more than 32 * SLOTS of them: failed.
     """
     ROWS: tl.constexpr = SHAPE[1]
-    HALF: tl.constexpr = (CHUNKS + 1) // 2
     images = ()
     first = tl.full(SHAPE, EXCLUDED, tl.int32)
     second = tl.full(SHAPE, EXCLUDED, tl.int32)
@@ -326,52 +315,65 @@ def choose_by_bound(
             logit_row, bias_row, marked_ptr, marked, chunk, exists, largest, denominator, SHAPE, FORM, SCORE
         )
         images = images + (image,)
-        if chunk < HALF:
+        if TG > 0:
+            second = tl.maximum(second, tl.minimum(first, image))
             first = tl.maximum(first, image)
-        else:
-            second = tl.maximum(second, image)
-    one = tl.max(first, axis=2)
-    two = tl.max(second, axis=2)
-    high = tl.maximum(one, two)
-    low = tl.minimum(one, two)
-    bound = tl.max(high, axis=0, keep_dims=True)
+    kept = lane >= 0
+    if TG > 0:
+        first, second = tl.reduce((first, second), 2, _top_two)
+        kept = kept_lanes(first, second, lane, FORM[2], TG, GROUP_LANES, TOP2, ROWS)
+    maxima = segment_maxima(images, kept, CHUNKS, SEGMENTS)
+    bound = tl.max(maxima[0], axis=0, keep_dims=True)
     for _ in tl.static_range(K - 1):
-        won = high == bound
-        high = tl.where(won, low, high)
-        low = tl.where(won, EXCLUDED, low)
-        bound = tl.max(high, axis=0, keep_dims=True)
-    bound = tl.maximum(bound, NAN_KEY)
+        won = maxima[0] == bound
+        rest = ()
+        for i in tl.static_range(SEGMENTS):
+            if i + 1 < SEGMENTS:
+                rest = rest + (tl.where(won, maxima[i + 1], maxima[i]),)
+            else:
+                rest = rest + (tl.where(won, EXCLUDED, maxima[i]),)
+        maxima = rest
+        bound = tl.max(maxima[0], axis=0, keep_dims=True)
+    bound = tl.where(kept, tl.maximum(bound, NAN_KEY), EXHAUSTED)
     inner = tl.arange(0, 4)[None, None, :]
-    bits = tl.zeros([32, ROWS], tl.int32)
+    low = tl.zeros([32, ROWS], tl.int32)
+    high = tl.zeros([32, ROWS], tl.int32)
     for chunk in tl.static_range(CHUNKS):
         reached = images[chunk] >= bound[:, :, None]
-        bits += tl.sum(tl.where(reached, 1 << (inner + 4 * chunk), 0), axis=2)
-    amount = count_bits(bits)
+        part = tl.sum(tl.where(reached, 1 << (inner + 4 * (chunk % 8)), 0), axis=2)
+        if chunk < 8:
+            low += part
+        else:
+            high += part
+    if CHUNKS > 8:
+        bits = (high.to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)
+        amount = count_bits(low) + count_bits(high)
+    else:
+        bits = low
+        amount = count_bits(low)
     upto = tl.cumsum(amount, axis=0)
-    # Lane l takes the l-th candidate: first the lane that holds it, then its bit there.
-    source = tl.zeros([32, ROWS], tl.int32)
-    for step in tl.static_range(5):
-        reach = tl.gather(upto, source + ((16 >> step) - 1), axis=0)
-        source = tl.where(reach <= lane, source + (16 >> step), source)
-    word = tl.gather(bits, source, axis=0)
-    skip = lane - tl.gather(upto - amount, source, axis=0)
     total = tl.max(upto, axis=0, keep_dims=True)
-    taken = lane < total
-    skip = tl.where(taken, skip, 0)
-    while tl.max(skip) > 0:
-        word = tl.where(skip > 0, word & (word - 1), word)
-        skip -= 1
-    lowest = (word & -word).to(tl.uint32, bitcast=True).to(tl.float32)
-    place = (lowest.to(tl.int32, bitcast=True) >> 23) - 127
-    expert = tl.where(taken, (place >> 2) * 128 + source * 4 + (place & 3), 0)
-    x = clean_logit(tl.load(logit_row + expert, mask=taken & exists, other=float("-inf")), FORM[5])
-    key = base_key(x, largest, denominator, SCORE[0], SCORE[1])
-    if SCORE[2]:
-        key += row_bias(bias_row, marked_ptr, marked, expert, taken, SCORE[3], SCORE[4])
-    image = tl.where(taken, key_image(key), EXCLUDED)
-    payload = payload_of(payload_ptr, expert, taken, SCORE[5])
-    best_key, best_pay = take_best((image,), (payload,), lane, K, True)
-    return best_key, best_pay, lane >= 0, tl.max(total) > 32
+    keys = ()
+    pays = ()
+    for slot in tl.static_range(SLOTS):
+        taken = lane + 32 * slot < total
+        source, place = nth_candidate(bits, amount, upto, lane + 32 * slot, taken)
+        if FORM[3] == 0:
+            expert = (place >> 2) * 128 + source * 4 + (place & 3)
+        else:
+            position = source * FORM[0] + place
+            expert = (position // FORM[3]) * (FORM[1] // FORM[2]) + position % FORM[3]
+        expert = tl.where(taken, expert, 0)
+        x = clean_logit(tl.load(logit_row + expert, mask=taken & exists, other=float("-inf")), FORM[5])
+        key = base_key(x, largest, denominator, SCORE[0], SCORE[1])
+        if SCORE[2]:
+            key += row_bias(bias_row, marked_ptr, marked, expert, taken, SCORE[3], SCORE[4])
+        keys = keys + (tl.where(taken, key_image(key), EXCLUDED),)
+        pays = pays + (payload_of(payload_ptr, expert, taken, SCORE[5]),)
+    if SLOTS == 2:
+        keys, pays = exchange(keys, pays, 0, 1)
+    best_key, best_pay = take_best(keys, pays, lane, K, True)
+    return best_key, best_pay, kept, tl.max(total) > 32 * SLOTS
 
 
 @triton.jit
@@ -388,6 +390,8 @@ def choose_best(
     K: tl.constexpr,
     CHUNKS: tl.constexpr,
     DEPTH: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SLOTS: tl.constexpr,
     TG: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     TOP2: tl.constexpr,
@@ -409,6 +413,11 @@ def choose_best(
             lane,
             K,
             CHUNKS,
+            SEGMENTS,
+            SLOTS,
+            TG,
+            GROUP_LANES,
+            TOP2,
             SHAPE,
             FORM,
             SCORE,

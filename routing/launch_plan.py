@@ -17,10 +17,18 @@ def _power_of_two(number: int) -> int:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """chunks of four experts a lane; depth of the lists (0: by bound); lanes and padded size of a group."""
+    """Layout of a launch.
+
+    chunks       of four experts a lane
+    depth        entries a lane list keeps; 0: choice by bound, with `segments` maxima and `slots` candidates a lane
+    group_pad, group_lanes   padded size of a group and the lanes that hold it; 0 and 1 without groups
+    rows, warps  of a program
+    """
 
     chunks: int
     depth: int
+    segments: int
+    slots: int
     group_pad: int
     group_lanes: int
     rows: int
@@ -51,9 +59,29 @@ def list_depth(top_k: int, per_lane: int, lanes: int, num_tokens: int) -> int:
     return depth
 
 
-def bound_pays(config: RouterConfig, per_lane: int) -> bool:
-    """Wide ungrouped rows, and so few columns that the candidates above the bound fit one warp."""
-    return not config.grouped and 16 < per_lane <= 32 and config.top_k <= 20
+def bound_layout(top_k: int, per_lane: int, lanes: int) -> tuple[int, int]:
+    """(segments, slots) of the choice by bound: the expected candidates and four deviations must fit the slots.
+
+    With M maxima the K-th largest of them leaves about -M log(1 - K / M) keys above it.
+    """
+    chunks = per_lane // 4
+    for slots in (1, 2):
+        for segments in (2, 4, 8):
+            maxima = segments * lanes
+            if segments > chunks or maxima <= top_k:
+                continue
+            expected = -maxima * math.log1p(-top_k / maxima)
+            spread = math.sqrt(max(expected - top_k, 0.1) * (1 + top_k / maxima))
+            if expected + 4 * spread <= LANES * slots:
+                return segments, slots
+    return min(8, 1 << (chunks.bit_length() - 1)), 2
+
+
+def chosen_by_bound(top_k: int, per_lane: int, num_tokens: int) -> bool:
+    """Wide rows and many columns: lists would be deep (and slow to compile); short wide batches keep lists."""
+    if per_lane <= 8 or top_k <= 4:
+        return False
+    return per_lane > 32 or top_k > 16 or (per_lane > 16 and num_tokens > 256)
 
 
 @lru_cache(maxsize=256)
@@ -68,11 +96,12 @@ def plan_launch(config: RouterConfig, num_tokens: int) -> LaunchPlan:
     else:
         group, group_lanes, used = 0, 1, LANES
         per_lane = 4 * -(-config.num_experts // (4 * LANES))
-    depth = list_depth(config.top_k, per_lane, used, size)
-    if size > 256 and bound_pays(config, per_lane):
+    depth, segments, slots = list_depth(config.top_k, per_lane, used, size), 2, 1
+    if chosen_by_bound(config.top_k, per_lane, num_tokens):
         depth = 0
+        segments, slots = bound_layout(config.top_k, per_lane, used)
     rows, warps = rows_and_warps(per_lane, num_tokens)
-    return LaunchPlan(per_lane // 4, depth, group, group_lanes, rows, warps)
+    return LaunchPlan(per_lane // 4, depth, segments, slots, group, group_lanes, rows, warps)
 
 
 def rows_and_warps(per_lane: int, num_tokens: int) -> tuple[int, int]:

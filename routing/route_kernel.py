@@ -140,6 +140,8 @@ def launch_arguments(
         "ROWS": plan.rows,
         "CHUNKS": plan.chunks,
         "DEPTH": plan.depth,
+        "SEGMENTS": plan.segments,
+        "SLOTS": plan.slots,
         "GROUP_PAD": plan.group_pad,
         "GROUP_LANES": plan.group_lanes,
         **config_constants(config),
