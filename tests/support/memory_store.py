@@ -1,12 +1,20 @@
 """A `ProtocolStore` in memory: what it keeps survives a core's life, unless the test forgets it."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.dist.protocol_store import PlacementRow, RankWindow, Receipt, StaleEpochError, StoreError
 from evenroute.eplb.placement import Placement, row_digest
+
+
+@lru_cache(maxsize=4096)
+def _rows_of(placement: Placement) -> list[tuple[int, NDArray[np.int32], NDArray[np.uint16] | None]]:
+    """Digest, slots and shares of each row, computed once for the same object."""
+    rows = [placement.row(layer) for layer in range(placement.num_layers)]
+    return [(row_digest(row.slots, row.shares), row.slots, row.shares) for row in rows]
 
 
 class MemoryStore:
@@ -95,9 +103,8 @@ class MemoryStore:
         key = (row.epoch, row.version)
         assert all((known.epoch, known.version) != key for known in self.placements), "a key is used twice"
         self.placements.append(row)
-        for layer in range(row.placement.num_layers):
-            slots, shares = row.placement.row(layer)
-            self._rows.setdefault(row_digest(slots, shares), (slots, shares))
+        for digest, slots, shares in _rows_of(row.placement):
+            self._rows.setdefault(digest, (slots, shares))
 
     def newest_placement(self) -> PlacementRow | None:
         return max(self.placements, key=lambda row: (row.epoch, row.version), default=None)

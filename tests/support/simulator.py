@@ -451,7 +451,7 @@ class World:
         """Whether the planner has something now."""
         if self.faulty:
             return self.rng.random() < 0.8
-        return not self.final_is_out() and process is self.master and self.now > self.knobs.fault_s + 6.0
+        return not self.final_is_out() and process is self.master and self.now > self.knobs.fault_s + 3.0
 
     def final_is_out(self) -> bool:
         """Whether no further version is needed: the last one was published, or the newest may still spread."""
@@ -496,15 +496,15 @@ class World:
     def run(self) -> list[str]:
         """Run the schedule. Returns violations, none if all promises held."""
         limit = self.knobs.fault_s + 150.0
-        next_check = self.knobs.fault_s + 8.0
+        next_check = self.knobs.fault_s + 4.0
         try:
             while self._queue:
                 self.now, _, call = heapq.heappop(self._queue)
                 if self.faulty and self.now > self.knobs.fault_s:
                     self.end_faults()
                 if self.now > next_check:
-                    next_check = self.now + 1.0
-                    if self.final_is_out() and self.now > self.knobs.fault_s + 12.0:
+                    next_check = self.now + 0.5
+                    if self.final_is_out() and self.now > self.knobs.fault_s + 5.0:
                         self.counting = False
                     if not self._unfinished():
                         break
