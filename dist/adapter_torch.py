@@ -81,11 +81,15 @@ def find_blocks(model: nn.Module) -> list[MoeBlock]:
     Raises:
         ValueError: there is none, or one that can't be taken; names the class found, what is wrong, and the remedy.
     """
-    blocks, near = [], []
+    blocks, near, other = [], [], ""
     for name, module in model.named_modules():
-        if not (hasattr(module, "gate") and hasattr(module, "experts")):
+        if not hasattr(module, "experts"):
             continue
         block = MoeBlock(name or type(model).__name__, module)
+        if not hasattr(module, "gate"):
+            children = ", ".join(child for child, _ in module.named_children())
+            other = other or f"; nearest: {block.where} with {children}"
+            continue
         problem = _problem(block.module)
         if problem:
             near.append(f"{block.where} {problem}")
@@ -95,7 +99,7 @@ def find_blocks(model: nn.Module) -> list[MoeBlock]:
     if not blocks:
         raise ValueError(
             f"model {type(model).__name__}: found no MoE block, expected a module with `gate` and `experts` "
-            f"(stacked {' and '.join(WEIGHT_NAMES)}); {_REMEDY}"
+            f"(stacked {' and '.join(WEIGHT_NAMES)}){other}; {_REMEDY}"
         )
     return blocks
 
@@ -136,7 +140,7 @@ def router_config_of(model: Any) -> RouterConfig:
         raise ValueError(
             f"{where}: found no {' or '.join(_EXPERT_FIELDS)} with num_experts_per_tok; give config="
         )
-    has_bias = selection_bias(find_blocks(model)[0].module.gate) is not None
+    has_bias = selection_bias(find_blocks(model)[0].module) is not None
     scoring = getattr(config, "scoring_func", None) or ("sigmoid" if has_bias else "softmax")
     groups = getattr(config, "n_group", None) or 1
     method = getattr(config, "topk_method", None)
@@ -152,10 +156,19 @@ def router_config_of(model: Any) -> RouterConfig:
     )
 
 
-def selection_bias(gate: Any) -> Tensor | None:
-    """The bias ``[E]`` that takes part in the choice alone, where a gate has one."""
-    bias = getattr(gate, "e_score_correction_bias", None)
-    return bias if isinstance(bias, Tensor) else None
+def selection_bias(block: Any) -> Tensor | None:
+    """The bias ``[E]`` that takes part in the choice alone, where a block's gate, or the block itself, has one."""
+    for owner in (block.gate, block):
+        bias = getattr(owner, "e_score_correction_bias", None)
+        if isinstance(bias, Tensor):
+            return bias
+    return None
+
+
+def _extra_arguments(block: Any) -> tuple[Tensor, ...]:
+    """What the block hands its gate beside hidden states: its own bias, where the gate has none."""
+    bias = selection_bias(block)
+    return () if bias is None or hasattr(block.gate, "e_score_correction_bias") else (bias,)
 
 
 def check_gate(block: MoeBlock, config: RouterConfig) -> None:
@@ -168,8 +181,11 @@ def check_gate(block: MoeBlock, config: RouterConfig) -> None:
     gate_up = block.module.experts.gate_up_proj
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(PROBE_ROWS, gate_up.shape[2], generator=generator).to(gate_up.device, gate_up.dtype)
-    with torch.no_grad():
-        answer = gate(hidden)
+    try:
+        with torch.no_grad():
+            answer = gate(hidden, *_extra_arguments(block.module))
+    except TypeError as error:
+        raise ValueError(f"{block.where}: gate {type(gate).__name__}: {error}; {_REMEDY}") from None
     if not (
         isinstance(answer, tuple) and len(answer) == 3 and all(isinstance(part, Tensor) for part in answer)
     ):
@@ -187,7 +203,7 @@ def check_gate(block: MoeBlock, config: RouterConfig) -> None:
     placement = Placement.initial(1, config.num_experts, config.num_experts, Topology(1))
     tables = DispatchTables(placement, ep_rank=0, device="cpu")
     router = Router(config, tables, emit=("weights", "logical_ids"), backend="reference")
-    bias = selection_bias(gate)
+    bias = selection_bias(block.module)
     ours = router(
         logits.detach().float().cpu(), 0, bias=None if bias is None else bias.detach().float().cpu()
     )
@@ -215,10 +231,11 @@ class RoutedGate(nn.Module):
         super().__init__()
         self.gate, self.router, self.layer = gate, router, layer
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, hidden: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """``hidden [..., H]`` -> logits ``[T, E]``, weights ``[T, K]`` fp32, physical ids ``[T, K]`` int32."""
-        logits = self.gate(hidden)[0]
-        routed = self.router(logits, self.layer, bias=selection_bias(self.gate))
+        logits = self.gate(hidden)[0] if bias is None else self.gate(hidden, bias)[0]
+        own = getattr(self.gate, "e_score_correction_bias", None) if bias is None else bias
+        routed = self.router(logits, self.layer, bias=own)
         return logits, routed.weights, routed.physical_ids
 
 

@@ -46,7 +46,7 @@ def experts(hidden: torch.Tensor, physical_ids: torch.Tensor, weights: torch.Ten
     return torch.tanh(hidden) * weights.sum(dim=1, keepdim=True)
 
 
-for _ in range(200):
+for _ in range(600):
     forward(torch.randn(128, HIDDEN))
 agent.close()
 print(f"rank {dist.get_rank()}: routed with placement {agent.key}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from support.control_plane import RebalancerProcess
 from support.deploy_files import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -28,9 +30,33 @@ def run_example(name: str, *arguments: str, ranks: int = 2, timeout: float = 120
     return done.stdout
 
 
+@pytest.mark.slow
 def test_minimal_engine_runs_without_a_rebalancer() -> None:
     lines = run_example("minimal_engine.py").splitlines()
     assert sorted(lines) == [f"rank {rank}: routed with placement (0, 0)" for rank in (0, 1)]
+
+
+def test_minimal_engine_switches_with_a_rebalancer(tmp_path: Path) -> None:
+    with RebalancerProcess(tmp_path, flags=["--interval", "2w", "--policy", "global"]) as rebalancer:
+        lines = run_example("minimal_engine.py", rebalancer.bind).splitlines()
+        status = rebalancer.status()
+    assert len(lines) == 2
+    assert status.placements["published"] >= 1, rebalancer.log()
+    assert all(f"({status.epoch}, " in line for line in lines), "the run ended on its start placement"
+
+
+def test_transformers_model_answers_as_before_while_experts_move(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", "5.0", reason="transformers 5 is not installed (extra: examples)")
+    with RebalancerProcess(tmp_path, flags=["--interval", "2w", "--policy", "global"]) as rebalancer:
+        lines = run_example("transformers_moe.py", rebalancer.bind).splitlines()
+    found = [
+        re.search(r"(\d+) bytes of experts received, answers differ by ([\d.e+-]+)$", line) for line in lines
+    ]
+    assert len(found) == 2
+    for match in found:
+        assert match is not None, lines
+        assert int(match[1]) > 0, "no expert moved"
+        assert float(match[2]) < 1e-4
 
 
 def test_minimal_engine_is_as_short_as_it_says() -> None:
