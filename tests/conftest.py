@@ -9,6 +9,10 @@ os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # two cores, several processes: threads only get in each other's way
 
+# Triton reads this at its first import, wherever that happens: without a GPU its kernels are interpreted.
+if not Path("/dev/nvidia0").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import pytest
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
