@@ -195,8 +195,21 @@ def decode_up(frame: bytes | memoryview, *, limit: int = DEFAULT_FRAME_LIMIT) ->
 
 
 def decode_down(frame: bytes | memoryview, *, limit: int = DEFAULT_FRAME_LIMIT) -> Down:
-    """A rebalancer's message, types checked (a placement's content is for `RankCore` to judge). Raises MessageError."""
-    return _decode(_down_decoder, frame, limit)
+    """A rebalancer's message, types and keys checked (a placement's content is for `RankCore` to judge).
+
+    Raises MessageError.
+    """
+    message = _decode(_down_decoder, frame, limit)
+    # A key is drawn by its own epoch or an earlier one; taken as it is, a later one would shut out all that follow.
+    if isinstance(message, PlacementMessage | Snapshot) and message.key[0] > message.epoch:
+        raise MessageError(
+            f"{_tag(message)}.key: found {message.key}, above the sender's epoch {message.epoch}"
+        )
+    return message
+
+
+def _tag(message: Up | Down) -> str:
+    return str(message.__struct_config__.tag)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes | memoryview, limit: int) -> _Message:
@@ -262,6 +275,14 @@ def check_status(status: Status) -> None:
         raise MessageError(
             f"status.live: found {len(status.live_keys)} and {len(status.live_digests)} bytes, "
             f"expected {16 * layers} and {8 * layers}"
+        )
+    keys, digests = live_key_array(status), live_digest_array(status)
+    if int(keys.min()) < 0 or int(digests.min()) < 0:
+        raise MessageError("status.live: found a negative key or digest")
+    highest = max(status.held[0], int(keys[:, 0].max()))
+    if highest > status.fence:
+        raise MessageError(
+            f"status.fence: found {status.fence}, below the epoch {highest} of a key that it has"
         )
 
 

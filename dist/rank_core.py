@@ -134,7 +134,10 @@ class RankCore:
 
     def prepare(self, message: Down) -> Down | PreparedPlacement:
         """The costly part of `receive`, without the lock. Optional: `receive` takes unprepared messages too."""
-        return self._prepare(message, self.job) if isinstance(message, PlacementMessage) else message
+        # Keys only rise, so what is not above the newest now never will be: its content does not matter.
+        if isinstance(message, PlacementMessage) and message.key > self.newest.key:
+            return self._prepare(message, self.job)
+        return message
 
     def receive(self, message: Down | PreparedPlacement, now: float) -> list[Up]:
         """Take a message of the rebalancer. Returns what to send, in order."""
@@ -149,7 +152,7 @@ class RankCore:
             case PlacementMessage():
                 self._receive_placement(message if isinstance(message, PreparedPlacement) else plain)
             case Ack():
-                return self.tick(now) + list(self.stream.acknowledged(plain.seq, now))
+                return [*self.stream.acknowledged(plain.seq, now), *self.tick(now)]
             case Token():
                 if self.token != plain.token:
                     self.token, self._status_due = plain.token, True

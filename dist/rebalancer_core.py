@@ -148,6 +148,11 @@ class RebalancerCore:
         if status.job != self.view.job:
             self._reject("job", f"rank {status.rank}: job shape {status.job}, the run has {self.view.job}")
             return []
+        highest = max(status.held, self.view.key_range(status)[1])
+        if self.phase is Phase.SERVING and highest > (self.epoch, self.version):
+            # Its fence is not above this epoch, so nobody can have published that.
+            self._reject("status", f"rank {status.rank}: has version {highest}, which was never published")
+            return []
         self.counters.statuses += 1
         self.view.add(status, peer, now)
         if self.phase is Phase.WAITING:

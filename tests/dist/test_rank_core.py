@@ -232,9 +232,10 @@ def test_one_window_is_in_flight_unchanged_and_later_counts_merge_behind_it() ->
     assert core.add_counts(2, 4, 24, COUNTS * 3, 0.2) == []
     assert core.tick(0.9) == []
     assert core.tick(1.0) == [first]
-    (second,) = core.receive(Ack(RUN, 0 + 1, 1), 1.1)[1:]
+    (second, status) = core.receive(Ack(RUN, 1, 1), 1.1)
     assert isinstance(first, Window)
     assert isinstance(second, Window)
+    assert isinstance(status, Status)  # a new epoch was heard
     assert (first.seq, first.first_step, first.last_step, first.tokens) == (1, 0, 0, 8)
     assert (second.seq, second.first_step, second.last_step, second.tokens) == (2, 1, 4, 32)
     assert np.frombuffer(first.counts, "<i8").tolist() == COUNTS.ravel().tolist()
@@ -276,3 +277,18 @@ def test_bad_settings_are_refused_by_name() -> None:
         RankConfig(heartbeat_s=0.0)
     with pytest.raises(ValueError, match="rank=2"):
         rank_core(2)
+
+
+def test_a_placement_that_is_held_already_is_not_checked_again() -> None:
+    core = rank_core()
+    message = placement_message(V1)
+    assert core.prepare(message) is not message
+    core.receive(core.prepare(message), 0.1)
+    assert core.prepare(message) is message
+    assert core.receive(core.prepare(message), 0.2) == []
+
+
+def test_an_acknowledged_window_is_not_sent_again_by_the_acknowledgement() -> None:
+    core = rank_core(resend_s=1.0, heartbeat_s=100.0)
+    core.add_counts(0, 0, 8, COUNTS, 0.0)
+    assert only(core.receive(Ack(RUN, 1, 1), 5.0), Window) == []
