@@ -136,7 +136,7 @@ class RankAgent:
         self._group = vote_group
         roll_call = RollCall(run=started.run, rank=self.rank, ep_size=started.job.ep_size)
         self._votes = VoteThread(vote_group, limit_s=config.vote_limit_s, who_is_missing=roll_call.missing)
-        self._thread = AgentThread(self._core, self._lock, link)
+        self._thread = AgentThread(self._core, self._lock, link, silence_limit_s=config.silence_limit_s)
         self._reports = self.rank == 0 or not config.shared_counts
         self._free: deque[_HostBuffer] = deque(_HostBuffer(counters) for _ in range(_NUM_BUFFERS))
         self._step = 0

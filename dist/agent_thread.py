@@ -49,11 +49,16 @@ class Take:
 class AgentThread:
     """Drives a `RankCore` under its lock between a `DealerLink` (None: no rebalancer) and the forward thread."""
 
-    def __init__(self, core: RankCore, lock: threading.Lock, link: DealerLink | None) -> None:
+    def __init__(
+        self, core: RankCore, lock: threading.Lock, link: DealerLink | None, *, silence_limit_s: float
+    ) -> None:
         self.core = core
         self.lock = lock
         self.frames_refused = 0
         self.errors = 0
+        self.reconnects = 0
+        self._silence_limit_s = silence_limit_s
+        self._heard_at = time.monotonic()
         self._link = link
         self._takes: deque[Take] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -109,15 +114,28 @@ class AgentThread:
             with self.lock:
                 self.core.tick(time.monotonic())  # nobody hears it, but its clock goes on
             return
+        self._watch_silence(self._link)
         if self._link.connected_anew():
             with self.lock:
                 out = self.core.reconnected(time.monotonic())
             self._send(out)
         for frames in self._link.receive(_RECEIVE_BATCH):
+            self._heard_at = time.monotonic()
             self._receive(frames)
         with self.lock:
             out = self.core.tick(time.monotonic())
         self._send(out)
+
+    def _watch_silence(self, link: DealerLink) -> None:
+        """A frozen rebalancer keeps its connections; another one at its address is only found by a new one."""
+        now = time.monotonic()
+        with self.lock:
+            waits = self.core.unsent().in_flight_steps is not None
+        # Without a window in flight nothing need come down at all.
+        if now - self._heard_at > self._silence_limit_s * (1 if waits else 6):
+            self._heard_at = now
+            self.reconnects += 1
+            link.reconnect()
 
     def _add_take(self, take: Take) -> None:
         take.buffer.wait()

@@ -168,6 +168,7 @@ class AgentConfig:
     agree_every: int = 4
     heartbeat_s: float = 1.0
     resend_s: float = 1.0
+    silence_limit_s: float = 5.0  # a rebalancer that acknowledges nothing for so long is connected to anew
     start_limit_s: float = 10.0
     require_rebalancer: bool = False
     vote_limit_s: float = 60.0  # a rank that does not post its vote for so long ends the job
@@ -176,7 +177,14 @@ class AgentConfig:
     def __post_init__(self) -> None:
         for name in ("top_k", "window_steps", "agree_every"):
             _require("agent", name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        for name in ("heartbeat_s", "resend_s", "start_limit_s", "vote_limit_s", "close_limit_s"):
+        for name in (
+            "heartbeat_s",
+            "resend_s",
+            "silence_limit_s",
+            "start_limit_s",
+            "vote_limit_s",
+            "close_limit_s",
+        ):
             _require("agent", name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
         if self.rebalancer:
             parse_address(self.rebalancer, field="agent.rebalancer")

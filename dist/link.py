@@ -2,12 +2,17 @@
 
 A frame for which there is no room, or no peer, is dropped and counted: the protocol repeats whatever matters.
 Identities are automatic (two peers with one identity are never both heard); ROUTER_MANDATORY tells of peers that left.
+
+ZeroMQ's own heartbeats are off: libzmq 4.3.5 aborts the process when it meets a PING in what is left of a lost
+connection whose input was stopped at RCVHWM (found by freezing the rebalancer; libzmq#4841 has the same assertion). A
+rank that hears nothing for too long connects anew instead, and TCP's keepalive closes dead connections here.
 """
 
 from __future__ import annotations
 
 import os
 import resource
+import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,8 +29,6 @@ ROUTER_RECEIVE_FRAMES = (
     4  # frames of one peer that wait for the rebalancer: its memory's bound is this times ranks
 )
 CONTROL_TAG = b"control"  # first frame of an operator's or viewer's request, and of its answer
-_HEARTBEAT_MS = 1000
-_HEARTBEAT_LIMIT_MS = 5000
 _HANDSHAKE_MS = 3000
 _BACKLOG = 4096
 
@@ -35,8 +38,6 @@ def _set_common(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
     socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
     socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_LIMIT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
 
@@ -74,24 +75,33 @@ class RouterLink:
         self.socket.setsockopt(zmq.RCVHWM, ROUTER_RECEIVE_FRAMES)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
         if keys is not None:
             keys.apply(self.socket)
         self.dropped = 0
         self.malformed = 0
-        self._ipc_path = address.ipc_path
+        self._socket_file: tuple[Path, int] | None = None
         try:
-            self._bind(address, field)
+            self.endpoint = self._bind(address, field)
         except OSError:
-            self._ipc_path = None  # not ours to remove
             self.close()
             raise
-        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def _bind(self, address: Address, field: str) -> None:
+    def _bind(self, address: Address, field: str) -> str:
+        # ZeroMQ removes the file it has bound when it closes, even if another process has put its own there meanwhile
+        # (a frozen rebalancer that wakes up): so it gets a name of its own, and the file is then renamed.
+        path = address.ipc_path
+        own = None if path is None else path.with_name(secrets.token_hex(8)[: len(path.name)])
         mask = os.umask(0o077)  # an ipc socket is for this user alone
         try:
-            self.socket.bind(address.endpoint)
-        except zmq.ZMQError as error:
+            self.socket.bind(address.endpoint if own is None else f"ipc://{own}")
+            if path is None or own is None:
+                return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            own.rename(path)
+            self._socket_file = (path, path.stat().st_ino)
+            return address.endpoint
+        except (OSError, zmq.ZMQError) as error:
             raise OSError(f"{field}: {address.text} cannot be bound: {error.strerror}") from None
         finally:
             os.umask(mask)
@@ -132,9 +142,11 @@ class RouterLink:
         if self.zap is not None:
             self.zap.close()
         self._context.term()
-        if self._ipc_path is not None:
+        if self._socket_file is not None:
+            path, inode = self._socket_file
             with suppress(FileNotFoundError):
-                Path(self._ipc_path).unlink()
+                if path.stat().st_ino == inode:
+                    path.unlink()
 
 
 class DealerLink:
@@ -152,7 +164,13 @@ class DealerLink:
             keys.apply(self.socket)
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.dropped = 0
-        self.socket.connect(address.endpoint)
+        self._endpoint = address.endpoint
+        self.socket.connect(self._endpoint)
+
+    def reconnect(self) -> None:
+        """Leave the connection, whatever its state, and make a new one."""
+        self.socket.disconnect(self._endpoint)
+        self.socket.connect(self._endpoint)
 
     def send(self, *frames: bytes) -> bool:
         """Send, or drop and return False when nobody is connected or the queue is full."""

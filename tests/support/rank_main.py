@@ -48,6 +48,7 @@ class RankOptions(msgspec.Struct):
     stuck_s: float = 0.0
     until_file: str = ""
     uncounted_steps: int = 0
+    idle_rank: int | None = None
 
 
 def shape(options, ep_size):
@@ -56,6 +57,8 @@ def shape(options, ep_size):
 
 def step_counts(options, rank, step):
     """Counts [L, E] of one step of one rank; a pure function, so that a test can recompute them."""
+    if rank == options.idle_rank:
+        return np.zeros((options.num_layers, options.num_experts), np.int64)
     rng = np.random.default_rng([options.seed, rank, step])
     weights = 1.0 / np.arange(1, options.num_experts + 1) ** options.skew
     order = np.random.default_rng([options.seed, step // 100]).permutation(options.num_experts)
@@ -100,7 +103,9 @@ def run_steps(options, rank, agent, tables, counters, total, folder):
         if rank == options.stuck_rank and step == options.stuck_at:
             time.sleep(options.stuck_s)
         began = time.perf_counter()
-        result = agent.step(options.tokens, count=step >= options.uncounted_steps)
+        result = agent.step(
+            0 if rank == options.idle_rank else options.tokens, count=step >= options.uncounted_steps
+        )
         took = time.perf_counter() - began
         digest = int(
             tables.physical_to_logical.to(torch.int64).mul(torch.arange(1, options.num_slots + 1)).sum()
