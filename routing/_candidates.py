@@ -1,4 +1,4 @@
-# ruff: noqa: RUF005
+# ruff: noqa: RUF005, SIM102
 # mypy: ignore-errors
 """Pieces of the choice by bound: sorted segment maxima, bit masks, and the n-th candidate of a row."""
 
@@ -18,33 +18,68 @@ def exchange_values(values, A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
+def part_maximum(images, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """Largest image of each lane in chunks [FIRST, LAST)."""
+    part = images[FIRST]
+    for chunk in tl.static_range(FIRST + 1, LAST):
+        part = tl.maximum(part, images[chunk])
+    return tl.max(part, axis=2)
+
+
+@triton.jit
+def sort_step(values, SIZE: tl.constexpr, DISTANCE: tl.constexpr):
+    """One step of Batcher's odd-even merge sort on blocks of SIZE: the first pairs halves, later ones inner entries."""
+    for a in tl.static_range(len(values)):
+        if (a % SIZE) + DISTANCE < SIZE:
+            if DISTANCE * 2 == SIZE:
+                values = exchange_values(values, a, a + DISTANCE)
+            elif (a % SIZE) >= DISTANCE:
+                if ((a % SIZE) - DISTANCE) // DISTANCE % 2 == 0:
+                    values = exchange_values(values, a, a + DISTANCE)
+    return values
+
+
+@triton.jit
 def segment_maxima(images, kept, CHUNKS: tl.constexpr, SEGMENTS: tl.constexpr):
     """Largest images of each lane's SEGMENTS parts, sorted; EXCLUDED in lanes that are not kept."""
     maxima = ()
     for segment in tl.static_range(SEGMENTS):
-        FIRST: tl.constexpr = segment * CHUNKS // SEGMENTS
-        LAST: tl.constexpr = (segment + 1) * CHUNKS // SEGMENTS
-        part = images[FIRST]
-        for chunk in tl.static_range(FIRST + 1, LAST):
-            part = tl.maximum(part, images[chunk])
-        maxima = maxima + (tl.where(kept, tl.max(part, axis=2), EXCLUDED),)
-    # Odd-even merge sort of 2, 4 or 8 entries.
-    for size in tl.static_range(3):
-        if (2 << size) <= SEGMENTS:
-            for step in tl.static_range(3):
-                if step <= size:
-                    for a in tl.static_range(SEGMENTS):
-                        DISTANCE: tl.constexpr = (1 << size) >> step
-                        WITHIN: tl.constexpr = a % (2 << size)
-                        # First step pairs the halves, later ones skip the first DISTANCE entries.
-                        LOWER: tl.constexpr = (
-                            WITHIN < (1 << size)
-                            if step == 0
-                            else (WITHIN >= DISTANCE and (WITHIN - DISTANCE) // DISTANCE % 2 == 0)
-                        )
-                        if LOWER and WITHIN + DISTANCE < (2 << size):
-                            maxima = exchange_values(maxima, a, a + DISTANCE)
+        part = part_maximum(images, segment * CHUNKS // SEGMENTS, (segment + 1) * CHUNKS // SEGMENTS)
+        maxima = maxima + (tl.where(kept, part, EXCLUDED),)
+    maxima = sort_step(maxima, 2, 1)
+    if SEGMENTS >= 4:
+        maxima = sort_step(sort_step(maxima, 4, 2), 4, 1)
+    if SEGMENTS >= 8:
+        maxima = sort_step(sort_step(sort_step(maxima, 8, 4), 8, 2), 8, 1)
     return maxima
+
+
+@triton.jit
+def drop_best(maxima, bound):
+    """The lists without their heads where those equal the bound."""
+    won = maxima[0] == bound
+    rest = ()
+    for i in tl.static_range(len(maxima)):
+        if i + 1 < len(maxima):
+            rest = rest + (tl.where(won, maxima[i + 1], maxima[i]),)
+        else:
+            rest = rest + (tl.where(won, EXCLUDED, maxima[i]),)
+    return rest
+
+
+@triton.jit
+def reached_bound(maxima, K: tl.constexpr):
+    """[1, ROWS]: a value that at least K of the row's maxima reach. Many rounds stay a loop: compile time."""
+    bound = tl.max(maxima[0], axis=0, keep_dims=True)
+    if K <= 16:
+        for _ in tl.static_range(K - 1):
+            maxima = drop_best(maxima, bound)
+            bound = tl.max(maxima[0], axis=0, keep_dims=True)
+    else:
+        for _ in range(K - 1):
+            maxima = drop_best(maxima, bound)
+            bound = tl.max(maxima[0], axis=0, keep_dims=True)
+    return bound
 
 
 @triton.jit

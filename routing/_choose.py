@@ -5,8 +5,17 @@
 import triton
 import triton.language as tl
 
-from evenroute.routing._candidates import count_bits, nth_candidate, segment_maxima
-from evenroute.routing._lists import EXCLUDED, EXHAUSTED, exchange, merge, replaced, sort4, take_best
+from evenroute.routing._candidates import count_bits, nth_candidate, reached_bound, segment_maxima
+from evenroute.routing._lists import (
+    EXCLUDED,
+    EXHAUSTED,
+    exchange,
+    merge,
+    replaced,
+    sort4,
+    take_best,
+    take_best_looped,
+)
 from evenroute.routing._scores import (
     NAN_KEY,
     base_key,
@@ -56,18 +65,26 @@ def load_chunk(logit_row, chunk, exists, SHAPE: tl.constexpr, FORM: tl.constexpr
 @triton.jit
 def softmax_parts(logit_row, exists, CHUNKS: tl.constexpr, SHAPE: tl.constexpr, FORM: tl.constexpr):
     """Largest logit and sum of exps of each row, [1, ROWS]; NaN is left out."""
-    part = load_chunk(logit_row, 0, exists, SHAPE, FORM)
-    largest = tl.where(part != part, float("-inf"), part)
-    for chunk in tl.static_range(1, CHUNKS):
-        part = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
-        largest = tl.maximum(largest, tl.where(part != part, float("-inf"), part))
-    top = tl.max(tl.max(order_image(largest), axis=2), axis=0, keep_dims=True)
-    top = inverse_image(top)
-    top = tl.where(top == float("-inf"), 0.0, top)
+    largest = tl.full(SHAPE, float("-inf"), tl.float32)
     total = tl.zeros(SHAPE, tl.float32)
-    for chunk in tl.static_range(CHUNKS):
-        part = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
-        total += tl.where(part != part, 0.0, exp_close(part - top[:, :, None]))
+    if CHUNKS <= 8:
+        for chunk in tl.static_range(CHUNKS):
+            part = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
+            largest = tl.maximum(largest, tl.where(part != part, float("-inf"), part))
+    else:
+        for chunk in range(CHUNKS):
+            part = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
+            largest = tl.maximum(largest, tl.where(part != part, float("-inf"), part))
+    top = inverse_image(tl.max(tl.max(order_image(largest), axis=2), axis=0, keep_dims=True))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    if CHUNKS <= 8:
+        for chunk in tl.static_range(CHUNKS):
+            part = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
+            total += tl.where(part != part, 0.0, exp_close(part - top[:, :, None]))
+    else:
+        for chunk in range(CHUNKS):
+            part = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
+            total += tl.where(part != part, 0.0, exp_close(part - top[:, :, None]))
     total = tl.sum(tl.sum(total, axis=2), axis=0, keep_dims=True)
     return top, tl.where(total > 0, total, 1.0)
 
@@ -323,17 +340,7 @@ def choose_by_bound(
         first, second = tl.reduce((first, second), 2, _top_two)
         kept = kept_lanes(first, second, lane, FORM[2], TG, GROUP_LANES, TOP2, ROWS)
     maxima = segment_maxima(images, kept, CHUNKS, SEGMENTS)
-    bound = tl.max(maxima[0], axis=0, keep_dims=True)
-    for _ in tl.static_range(K - 1):
-        won = maxima[0] == bound
-        rest = ()
-        for i in tl.static_range(SEGMENTS):
-            if i + 1 < SEGMENTS:
-                rest = rest + (tl.where(won, maxima[i + 1], maxima[i]),)
-            else:
-                rest = rest + (tl.where(won, EXCLUDED, maxima[i]),)
-        maxima = rest
-        bound = tl.max(maxima[0], axis=0, keep_dims=True)
+    bound = reached_bound(maxima, K)
     bound = tl.where(kept, tl.maximum(bound, NAN_KEY), EXHAUSTED)
     inner = tl.arange(0, 4)[None, None, :]
     low = tl.zeros([32, ROWS], tl.int32)
@@ -372,7 +379,10 @@ def choose_by_bound(
         pays = pays + (payload_of(payload_ptr, expert, taken, SCORE[5]),)
     if SLOTS == 2:
         keys, pays = exchange(keys, pays, 0, 1)
-    best_key, best_pay = take_best(keys, pays, lane, K, True)
+    if K <= 16:
+        best_key, best_pay = take_best(keys, pays, lane, K, True)
+    else:
+        best_key, best_pay = take_best_looped(keys, pays, lane, K)
     return best_key, best_pay, kept, tl.max(total) > 32 * SLOTS
 
 

@@ -92,6 +92,31 @@ def merge(keys, pays, new_keys, new_pays, DEPTH: tl.constexpr):
 
 
 @triton.jit
+def take_best_looped(keys, pays, lane, K: tl.constexpr):
+    """`take_best` for complete short lists and many rounds, as a loop: compile time."""
+    best_key = tl.full(lane.shape, EXCLUDED, tl.int32)
+    best_pay = tl.full(lane.shape, -1, tl.int32)
+    for k in range(K):
+        top = tl.max(keys[0], axis=0, keep_dims=True)
+        pay = tl.max(tl.where(keys[0] == top, pays[0], -1), axis=0, keep_dims=True)
+        best_key = tl.where(lane == k, top, best_key)
+        best_pay = tl.where(lane == k, pay, best_pay)
+        won = pays[0] == pay
+        next_keys = ()
+        next_pays = ()
+        for i in tl.static_range(len(keys)):
+            if i + 1 < len(keys):
+                next_keys = next_keys + (tl.where(won, keys[i + 1], keys[i]),)
+                next_pays = next_pays + (tl.where(won, pays[i + 1], pays[i]),)
+            else:
+                next_keys = next_keys + (tl.where(won, EXCLUDED, keys[i]),)
+                next_pays = next_pays + (tl.where(won, -1, pays[i]),)
+        keys = next_keys
+        pays = next_pays
+    return best_key, best_pay
+
+
+@triton.jit
 def take_best(keys, pays, lane, K: tl.constexpr, COMPLETE: tl.constexpr):
     """K rounds over the heads of the lists: lane k of the results holds the k-th best pair of its row.
 
