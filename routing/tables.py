@@ -4,91 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.eplb.placement import SHARE_TOTAL, Placement, PlacementRow, even_shares, normalize_shares
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement import Placement, PlacementRow
+from evenroute.routing.table_row import SPAN_COUNT_BITS, fill_table_row, fits_payload
 
-SPAN_COUNT_BITS = 10
+__all__ = ["SPAN_COUNT_BITS", "DispatchTables", "fits_payload"]
+
 MAX_SLOTS = 1 << 20
 _ALIGN = 32  # int32 words: rows start on their own 128-byte lines
-
-
-def _static_slots(
-    experts: NDArray[Any],
-    slots: NDArray[Any],
-    num_experts: int,
-    num_slots: int,
-    topology: Topology,
-    ep_rank: int,
-) -> NDArray[np.int32]:
-    """Slot of each expert for this rank: same rank, else same node, else dealt evenly over the ranks.
-
-    `experts`, `slots` [P]: the CSR entries (sorted by expert, then slot). Ranks that must share a set of replicas
-    take them in turn, from a start that differs by expert.
-    """
-    ranks = slots // (num_slots // topology.ep_size)
-    nodes = ranks // topology.ranks_per_node
-    node = topology.node_of_rank(ep_rank)
-    on_rank = np.zeros((num_experts, topology.ep_size), dtype=bool)
-    on_rank[experts, ranks] = True
-    on_node: NDArray[np.bool_] = np.any(on_rank.reshape(num_experts, topology.num_nodes, -1), axis=2)  # type: ignore[assignment]
-    first = node * topology.ranks_per_node
-    # My place among the ranks that are served by the same set.
-    turn_node = (~on_rank[:, first:ep_rank]).sum(axis=1)
-    turn_all = (~on_node[:, :node]).sum(axis=1) * topology.ranks_per_node + (ep_rank - first)
-    reachable = np.where(
-        on_rank[experts, ep_rank], ranks == ep_rank, np.where(on_node[experts, node], nodes == node, True)
-    )
-    turn = np.where(on_rank[:, ep_rank], 0, np.where(on_node[:, node], turn_node, turn_all))
-    experts, slots = experts[reachable], slots[reachable]
-    count = np.bincount(experts, minlength=num_experts)
-    offset = np.concatenate(([0], np.cumsum(count)))
-    wanted = (turn + np.arange(num_experts)) % count
-    chosen: NDArray[np.int32] = slots[offset[:-1] + wanted].astype(np.int32)
-    return chosen
-
-
-def fits_payload(num_slots: int, ep_size: int) -> bool:
-    """True if offset (12 bits) and replicas (7 bits) of every expert fit beside its id in the kernels' payload."""
-    return num_slots <= 1 << 12 and ep_size < 1 << 7
-
-
-def build_table_row(
-    row: PlacementRow, num_experts: int, topology: Topology, ep_rank: int
-) -> dict[str, NDArray[np.int32]]:
-    """One layer's tables as numpy int32 (the fields of `DispatchTables`, without the layer axis)."""
-    slots = np.asarray(row.slots, dtype=np.int64)
-    order = np.argsort(slots, kind="stable")
-    experts = slots[order]
-    count = np.bincount(slots, minlength=num_experts)
-    offset = np.concatenate(([0], np.cumsum(count)))
-    uneven = None if row.shares is None else normalize_shares(slots, row.shares)
-    shares = (even_shares(slots) if uneven is None else uneven).astype(np.int64)[order]
-    total = np.cumsum(shares)
-    before = np.concatenate(([0], total))[offset[:-1]]
-    threshold = total - before[experts]
-    is_uneven = np.zeros(num_experts, dtype=np.int64)
-    if uneven is not None:
-        is_uneven[slots[uneven != even_shares(slots)]] = 1
-    span = (offset[:-1] << (SPAN_COUNT_BITS + 1)) | (count << 1) | is_uneven
-    static = _static_slots(experts, order, num_experts, slots.size, topology, ep_rank)
-    inverted = 2047 - np.arange(num_experts, dtype=np.int64)
-    entry = (offset[:-1] << 8) | (count << 1) | is_uneven
-    tables = {
-        "physical_to_logical": slots,
-        "replica_offset": offset,
-        "replica_slot": order,
-        "replica_threshold": threshold,
-        "replica_span": span,
-        "static_slot": static,
-        "replica_payload": (inverted << 20) | (entry if fits_payload(slots.size, topology.ep_size) else 0),
-        "static_payload": (inverted << 20) | static,
-    }
-    return {name: table.astype(np.int32) for name, table in tables.items()}
 
 
 class DispatchTables:
@@ -155,6 +80,7 @@ class DispatchTables:
         on_gpu = self.device.type == "cuda"
         self._host = torch.zeros((self.num_layers, start), dtype=torch.int32, pin_memory=on_gpu)
         self._rows = self._host.numpy()
+        self._fields = [{name: row[part] for name, part in self.columns.items()} for row in self._rows]
         self._copied: list[torch.cuda.Event | None] = [None] * self.num_layers
         self.load(placement)
 
@@ -189,10 +115,7 @@ class DispatchTables:
         event = self._copied[layer]
         if event is not None:
             event.synchronize()  # the last copy out of this pinned row
-        for name, values in build_table_row(
-            row, self.num_logical_experts, self.topology, self.ep_rank
-        ).items():
-            self._rows[layer, self.columns[name]] = values
+        fill_table_row(row, self.topology, self.ep_rank, self._fields[layer])
 
     def _record(self, layers: Any) -> None:
         if self.device.type != "cuda":
@@ -201,6 +124,3 @@ class DispatchTables:
         event.record()
         for layer in layers:
             self._copied[layer] = event
-
-
-assert SHARE_TOTAL == 65535, "the kernels' weighted deal divides by 65535"

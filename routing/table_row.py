@@ -1,0 +1,142 @@
+"""One layer's dispatch tables from its row, compiled: a switch of all layers must not show on the forward thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenroute.eplb.compiled import kernel
+from evenroute.eplb.placement import SHARE_TOTAL, PlacementRow
+from evenroute.eplb.topology import Topology
+
+SPAN_COUNT_BITS = 10
+FIELDS = (
+    "physical_to_logical",
+    "replica_offset",
+    "replica_slot",
+    "replica_threshold",
+    "replica_span",
+    "static_slot",
+    "replica_payload",
+    "static_payload",
+)
+_EVEN = np.zeros(0, dtype=np.uint16)
+
+
+def fits_payload(num_slots: int, ep_size: int) -> bool:
+    """True if offset (12 bits) and replicas (7 bits) of every expert fit beside its id in the kernels' payload."""
+    return num_slots <= 1 << 12 and ep_size < 1 << 7
+
+
+@kernel
+def _static_choice(ranks, first, last, expert, ep_size, per_node, ep_rank):  # type: ignore[no-untyped-def]
+    """Index (in first..last) of the replica that this rank uses: same rank, else same node, else dealt evenly.
+
+    Ranks that must share a set of replicas take them in turn, from a start that differs by expert.
+    """
+    node = ep_rank // per_node
+    begin = node * per_node
+    on_node = 0
+    for entry in range(first, last):
+        if ranks[entry] == ep_rank:
+            return entry  # never twice on a rank
+        if ranks[entry] // per_node == node:
+            on_node += 1
+    if on_node:
+        turn = ep_rank - begin
+        for entry in range(first, last):
+            if begin <= ranks[entry] < ep_rank:
+                turn -= 1
+        wanted = (turn + expert) % on_node
+    else:
+        without = node
+        for other in range(node):
+            for entry in range(first, last):
+                if ranks[entry] // per_node == other:
+                    without -= 1
+                    break
+        turn = without * per_node + ep_rank - begin
+        wanted = (turn + expert) % (last - first)
+    for entry in range(first, last):
+        if on_node and ranks[entry] // per_node != node:
+            continue
+        if wanted == 0:
+            return entry
+        wanted -= 1
+    return first
+
+
+@kernel
+def _fill(  # type: ignore[no-untyped-def]
+    slots,
+    shares,
+    ep_size,
+    per_node,
+    ep_rank,
+    with_entry,
+    p2l,
+    offset,
+    slot,
+    threshold,
+    span,
+    static,
+    payload,
+    fixed,
+):
+    num_slots, num_experts = len(slots), len(span)
+    local = num_slots // ep_size
+    for expert in range(num_experts + 1):
+        offset[expert] = 0
+    for p in range(num_slots):
+        p2l[p] = slots[p]
+        offset[slots[p] + 1] += 1
+    for expert in range(num_experts):
+        offset[expert + 1] += offset[expert]
+    place = offset.copy()
+    ranks = np.empty(num_slots, np.int64)
+    for p in range(num_slots):  # in slot order, so that an expert's slots rise
+        entry = place[slots[p]]
+        place[slots[p]] += 1
+        slot[entry] = p
+        ranks[entry] = p // local
+    for expert in range(num_experts):
+        first, last = offset[expert], offset[expert + 1]
+        count = last - first
+        total, uneven = 0, 0
+        for entry in range(first, last):
+            share = 65535 // count + (1 if entry - first < 65535 % count else 0)
+            if len(shares) and shares[slot[entry]] != share:
+                share, uneven = np.int64(shares[slot[entry]]), 1
+            total += share
+            threshold[entry] = total
+        span[expert] = (first << 11) | (count << 1) | uneven
+        chosen = _static_choice(ranks, first, last, expert, ep_size, per_node, ep_rank)
+        static[expert] = slot[chosen]
+        inverted = (2047 - expert) << 20
+        payload[expert] = inverted | (((first << 8) | (count << 1) | uneven) if with_entry else 0)
+        fixed[expert] = inverted | slot[chosen]
+
+
+def fill_table_row(
+    row: PlacementRow, topology: Topology, ep_rank: int, fields: dict[str, NDArray[np.int32]]
+) -> None:
+    """Writes one layer's tables into `fields` (names of `FIELDS`, 1-D int32 views of the layer's storage).
+
+    The row must come from a checked placement: experts in range, each with a slot, none twice on a rank.
+    """
+    shares: NDArray[Any] = _EVEN if row.shares is None else np.ascontiguousarray(row.shares)
+    _fill(
+        np.ascontiguousarray(row.slots, dtype=np.int32),
+        shares,
+        topology.ep_size,
+        topology.ranks_per_node,
+        ep_rank,
+        fits_payload(len(row.slots), topology.ep_size),
+        *(fields[name] for name in FIELDS),
+    )
+
+
+assert SHARE_TOTAL == 65535, "the kernels divide by 65535"
+assert SPAN_COUNT_BITS == 10, "the compiled builder shifts by 11 and 1"
