@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenroute.eplb.placement import SHARE_TOTAL, Placement, replica_counts
+from evenroute.eplb.placement import SHARE_TOTAL, Placement, even_shares, replica_counts
 
 
 def validate_loads(
@@ -52,12 +52,11 @@ def slot_loads(loads: ArrayLike, placement: Placement) -> NDArray[np.float64]:
     if placement.shares is None:
         counts = replica_counts(rows, placement.num_logical_experts)
         return np.asarray(of_expert / counts[layers, rows])
-    result = np.asarray(of_expert * (placement.shares / SHARE_TOTAL))
-    for layer in range(placement.num_layers):
-        if placement.row(layer).shares is None:  # even means exactly even, not even to one 65535th
-            counts = replica_counts(rows[layer], placement.num_logical_experts)
-            result[layer] = array[layer, rows[layer]] / counts[rows[layer]]
-    return result
+    # Even means exactly even, not even to one 65535th.
+    even = (placement.shares == even_shares(rows)).all(axis=1, keepdims=True)
+    counts = replica_counts(rows, placement.num_logical_experts)
+    parts = np.where(even, 1.0 / counts[layers, rows], placement.shares / SHARE_TOTAL)
+    return np.asarray(of_expert * parts)
 
 
 def rank_loads(loads: ArrayLike, placement: Placement) -> NDArray[np.float64]:

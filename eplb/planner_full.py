@@ -7,9 +7,10 @@ from numpy.typing import NDArray
 
 from evenroute.eplb._align import align
 from evenroute.eplb._pack import full_plan
-from evenroute.eplb.loads import balancedness, rank_loads
-from evenroute.eplb.placement import Placement, PlacementRow
+from evenroute.eplb.loads import balancedness
+from evenroute.eplb.placement import Placement
 from evenroute.eplb.planner_layers import normalized, over_layers
+from evenroute.eplb.planner_moves import keep_better
 from evenroute.eplb.topology import Topology, check_plan_numbers, nearest_num_groups
 
 
@@ -80,18 +81,19 @@ def full_placement(
     over_layers(plan, len(busy), num_threads)
     table = current.physical_to_logical.copy()
     table[busy] = new
-    placement = Placement(table, num_experts, topology)
-    # Rows that are no better than the present ones stay: nothing moves for nothing.
-    before = rank_loads(scaled, current).max(axis=1)
-    after = rank_loads(scaled, placement).max(axis=1)
-    rows: list[PlacementRow] = []
-    for layer in range(current.num_layers):
-        row = current.physical_to_logical[layer]
-        stays = after[layer] >= before[layer] * (1 - 1e-12)
-        if stays and hierarchical and scaled[layer].any():
-            stays = respects_groups(row, num_groups, num_experts, topology.num_nodes)
-        rows.append(current.row(layer) if stays else placement.row(layer))
-    return Placement.from_rows(rows, num_experts, topology) if rows else current
+    made = Placement(table, num_experts, topology)
+    kept = keep_better(scaled, current, made)
+    if not hierarchical:
+        return kept
+    rows = kept.physical_to_logical
+    foreign = [
+        layer
+        for layer in busy
+        if not respects_groups(rows[layer], num_groups, num_experts, topology.num_nodes)
+    ]
+    for layer in foreign:  # better than any hierarchical row, but not one
+        kept = kept.with_row(int(layer), made.row(int(layer)))
+    return kept
 
 
 def node_bound(loads: NDArray[np.float64], num_groups: int, topology: Topology) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from evenroute.eplb.placement import Placement
 from evenroute.eplb.planner import POLICIES, plan_placement
 from evenroute.eplb.topology import Topology
 
@@ -20,9 +21,19 @@ def warm_up(progress: Progress | None = None) -> None:
     """
     loads = np.array([[8.0, 4.0, 2.0, 1.0], [1.0, 1.0, 1.0, 9.0]])
     topology = Topology(4, 2)
+    start = Placement.initial(2, 4, 8, topology)
     for done, policy in enumerate(POLICIES):
         if progress is not None:
             progress(done, len(POLICIES), policy)
-        plan_placement(loads, topology=topology, num_slots=8, num_groups=2, policy=policy)
+        for current in (None, start):
+            plan_placement(
+                loads,
+                topology=topology,
+                num_slots=8,
+                num_groups=2,
+                current=current,
+                policy=policy,
+                max_moves=2,
+            )
     if progress is not None:
         progress(len(POLICIES), len(POLICIES), "done")

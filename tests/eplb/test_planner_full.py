@@ -35,8 +35,27 @@ def test_hierarchical_keeps_groups_on_nodes_and_says_what_it_costs() -> None:
         for slot, expert in enumerate(row.tolist()):
             node = slot // (288 // 4)
             assert node_of_group.setdefault(expert // 32, node) == node
-    assert "keeping 8 groups on 4 nodes allows at most 0.79" in plan.reason
-    assert "a global plan reaches 0.9997" in plan.reason
+    assert "keeping 8 groups on 4 nodes gives 0.7987, at most 0.7992 without leaving" in plan.notices[0]
+    assert "a global plan reaches 0.9997" in plan.notices[0]
+
+
+def test_a_stated_part_of_slots_may_leave_their_node() -> None:
+    loads = real_loads("prefill_in4096")["prefill_in4096"]
+    means = []
+    for spill in (0.0, 0.01, 0.02, 0.04):
+        plan = plan_placement(
+            loads, topology=Topology(32, 4), num_slots=288, num_groups=8, policy="hierarchical", spill=spill
+        )
+        mean, _ = plain_check(plan.placement, loads, 32)
+        away = 0
+        for row in plan.placement.physical_to_logical:
+            node_group = (np.arange(288) // 72) * 8 + row // 32
+            count = np.bincount(node_group, minlength=32).reshape(4, 8)
+            away += 288 - count.max(axis=0).sum()
+        assert away <= spill * 58 * 288
+        means.append(mean)
+    assert means == sorted(means)
+    assert means[3] > means[0] + 0.1
 
 
 def test_b16_no_expert_twice_on_a_rank() -> None:
@@ -180,5 +199,5 @@ def test_an_impossible_hierarchy_is_refused() -> None:
         plan_placement(loads, topology=Topology(8, 4), num_slots=8, num_groups=1, policy="hierarchical")
     with pytest.raises(ValueError, match="nearest valid num_slots: 16"):
         plan_placement(loads, topology=Topology(8, 4), num_slots=24, num_groups=4, policy="hierarchical")
-    with pytest.raises(ValueError, match="policy='magic', expected one of global, hierarchical"):
+    with pytest.raises(ValueError, match="policy='magic', expected one of global"):
         plan_placement(loads, topology=Topology(8), num_slots=8, policy="magic")

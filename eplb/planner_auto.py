@@ -1,0 +1,83 @@
+"""How ``auto`` compares candidates: one score, one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenroute.eplb.loads import Balancedness, rank_loads
+from evenroute.eplb.placement import Placement
+from evenroute.eplb.planner_moves import MoveCost
+
+MOVE_PRICE = 0.05  # balancedness that moving all slots must bring
+CROSSING_PRICE = 0.02  # balancedness that sending all tokens to another node costs
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A placement with what counts for and against it; ``crossing``: part of tokens sent between nodes."""
+
+    policy: str
+    placement: Placement
+    score: float
+    balancedness: float | None
+    moves: int
+    crossing: float | None
+
+
+def score_of(
+    result: Balancedness,
+    moves: int,
+    num_slots: int,
+    crossing: float | None,
+    loads: NDArray[np.float64],
+    current: Placement,
+    made: Placement,
+    cost: MoveCost | None,
+    moves_are_free: bool,
+) -> float:
+    """Mean balancedness - MOVE_PRICE x part of slots moved - CROSSING_PRICE x part of tokens between nodes.
+
+    With a ``cost``, moving is priced by time instead: the part of the plan's life that fetching takes, over
+    the part of a step that scales with the hottest rank.
+    """
+    score = 0.0 if result.mean is None else result.mean
+    if not moves_are_free:
+        if cost is None:
+            score -= MOVE_PRICE * moves / max(1, num_slots)
+        else:
+            before = rank_loads(loads, current).max(axis=1).sum()
+            after = rank_loads(loads, made).max(axis=1).sum()
+            saved = cost.moe_time_fraction * (1 - after / before) if before > 0 else 0.0
+            seconds = moves * cost.seconds_per_slot(current.topology.ep_size, current.topology.num_nodes)
+            score = float(saved - seconds / cost.seconds_in_use)
+    if crossing is not None:
+        score -= CROSSING_PRICE * crossing
+    return score
+
+
+def best_candidate(
+    candidates: list[Candidate], num_slots: int, moves_are_free: bool
+) -> tuple[Candidate, str]:
+    """The largest score; among equals (within 1e-9) the earlier, quieter candidate. With its reason."""
+    best = candidates[0]
+    for candidate in candidates[1:]:
+        if candidate.score > best.score + 1e-9:
+            best = candidate
+
+    def describe(candidate: Candidate) -> str:
+        value = "no data" if candidate.balancedness is None else f"{candidate.balancedness:.4f}"
+        text = f"{candidate.policy} {value} with {candidate.moves / max(1, num_slots):.2%} moved"
+        if candidate.crossing is not None:
+            text += f", {candidate.crossing:.1%} between nodes"
+        return text
+
+    rest = "; ".join(describe(c) for c in candidates if c is not best)
+    why = (
+        "moves are free at the start"
+        if moves_are_free
+        else "balancedness less the price of its moves is highest"
+    )
+    return best, f"auto takes {describe(best)}, because {why} ({rest})"
