@@ -21,6 +21,8 @@ GATE_DTYPES = (torch.bfloat16, torch.float16)
 _COLUMNS = 32  # of a tile
 _DEPTH = 64  # of one multiply-accumulate step
 _MAX_PARTS = 32
+_MAX_ROWS = 8  # of a program; small gates with small grids are not fused beyond
+_STAGES = 5  # of the software pipeline over _DEPTH steps
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ def summation_error(hidden: Tensor, gate_weight: Tensor, slice_length: int | Non
 class GateRouter:
     """A router with its gate's matrix product: `hidden [T, H]` and `gate_weight [E, H]` instead of logits.
 
-    On CUDA, batches of up to `max_fused_tokens` rows take one cooperative launch in which the logits never leave the
-    chip's cache; larger ones take a GEMM with fp32 output and the router's launch. On CPU: plain torch in fp32.
+    On CUDA, batches of up to `max_fused_tokens` rows (`fuses`) take one cooperative launch in which the logits never
+    leave the chip's cache; larger ones take a GEMM with fp32 output and the router's launch. On CPU: plain torch.
 
     router            its tables, counters, outputs and dispatch are used
     hidden_size       H
@@ -108,7 +110,7 @@ class GateRouter:
         fused = self.backend in ("triton", "interpret") and supports_groups(router.config)
         self.max_fused_tokens = max_fused_tokens if fused else 0
         device = router.tables.device
-        self.num_processors = 16
+        self.num_processors = 132  # where the interpreter plays an H200
         if device.type == "cuda":
             self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         experts = router.config.num_experts
@@ -143,7 +145,7 @@ class GateRouter:
         router = self.router
         self._check(hidden, gate_weight)
         tokens = hidden.shape[0]
-        fused = 0 < tokens <= self.max_fused_tokens
+        fused = self.fuses(tokens)
         logits = self._logits[:tokens] if fused else gate_logits(hidden, gate_weight)
         call = RouteCall(
             num_tokens=tokens,
@@ -175,6 +177,13 @@ class GateRouter:
             waterfill_columns(router.form, call, out, waterfill_target)
         return out
 
+    def fuses(self, num_tokens: int) -> bool:
+        """Whether a batch of T rows takes the one launch."""
+        if not 0 < num_tokens <= self.max_fused_tokens:
+            return False
+        plan = plan_gate(self.router.config.num_experts, self.hidden_size, num_tokens, self.num_processors)
+        return plan.rows <= _MAX_ROWS
+
     def launch(
         self, phase: str, hidden: Tensor, gate_weight: Tensor, call: RouteCall, out: RoutingOutput
     ) -> None:
@@ -189,7 +198,7 @@ class GateRouter:
         pointers = tuple(a for a in arguments if isinstance(a, Tensor))
         num_tokens, _, bias_stride, vocab, row_offset, rank_salt, ep_rank = arguments[len(pointers) :]
         constants.update(self._constants(phase, plan))
-        options: dict[str, Any] = {"num_warps": 4, "num_stages": 5}
+        options: dict[str, Any] = {"num_warps": 4, "num_stages": _STAGES}
         if phase == "both":
             options["launch_cooperative_grid"] = True
         if self.pdl:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 
 SMALL = RouterConfig(64, 4, "sigmoid", num_groups=4, topk_group=2, routed_scaling_factor=2.5)
 FULL = RouterConfig(256, 8, "sigmoid", num_groups=8, topk_group=4, routed_scaling_factor=2.5)
-SIZE = (FULL, 7168) if COMPILED else (SMALL, 200)
+SIZE = (FULL, 7168) if COMPILED else (SMALL, 520)
 
 
 def make_router(config, *, backend=BACKEND, slots=None, ep_size=4, **options):
@@ -76,8 +76,11 @@ def test_constants_are_those_of_the_router_kernel():
     assert constants <= mine
 
 
-@pytest.mark.parametrize("scoring", ["sigmoid", "softmax", "sqrtsoftplus"])
-@pytest.mark.parametrize("tokens", [1, 5, 33] + ([64, 128] if COMPILED else []))
+@pytest.mark.parametrize(
+    ("scoring", "tokens"),
+    [("sigmoid", 1), ("sigmoid", 33), ("softmax", 5), ("sqrtsoftplus", 5)]
+    + ([("sigmoid", 64), ("sigmoid", 128), ("softmax", 128)] if COMPILED else []),
+)
 def test_ids_are_those_of_fp64_logits(scoring, tokens):
     base, hidden_size = SIZE
     config = RouterConfig(
@@ -86,6 +89,7 @@ def test_ids_are_those_of_fp64_logits(scoring, tokens):
     router = make_router(config, emit=("weights", "physical_ids", "logical_ids"))
     gate = GateRouter(router, hidden_size)
     hidden, weight, bias = draw(tokens, config.num_experts, hidden_size, seed=tokens)
+    assert gate.fuses(tokens)
     out = gate(hidden, weight, 1, bias=bias)
     plan = plan_gate(config.num_experts, hidden_size, tokens, gate.num_processors)
     wanted, clear = clear_rows(config, hidden, weight, bias, plan.slice_length)
@@ -101,7 +105,7 @@ def test_ids_are_those_of_fp64_logits(scoring, tokens):
 
 
 def test_phases_apart_agree_with_gemm_then_router():
-    """Bit for bit: the same logits give the same launch."""
+    """The same logits give the same launch."""
     config, hidden_size = SIZE
     emit = ("weights", "physical_ids", "logical_ids", "local_ids", "slot_histogram")
     router, plain = make_router(config, emit=emit), make_router(config, emit=emit)
@@ -110,7 +114,8 @@ def test_phases_apart_agree_with_gemm_then_router():
     valid = torch.tensor([17], dtype=torch.int32, device=DEVICE)
     out = gate(hidden, weight, 0, bias=bias, num_valid_tokens=valid)
     wanted = plain(gate._logits[:19].clone(), 0, bias=bias, num_valid_tokens=valid)
-    assert torch.equal(out.weights, wanted.weights)
+    # The interpreter's sums depend on the tile's shape, a GPU's do not.
+    torch.testing.assert_close(out.weights, wanted.weights, rtol=0 if COMPILED else 1e-6, atol=0)
     assert torch.equal(out.logical_ids, wanted.logical_ids)
     assert torch.equal(out.slot_histogram.sum(), wanted.slot_histogram.sum())
     assert bool((out.physical_ids[17:] == -1).all())
@@ -137,7 +142,7 @@ def test_odd_shapes_and_strides(config, dtype):
     plain = make_router(config, slots=80 if config.num_experts == 40 else 72)
     wanted = plain(gate._logits[:7].clone(), 0)
     assert torch.equal(out.physical_ids, wanted.physical_ids)
-    assert torch.equal(out.weights, wanted.weights)
+    torch.testing.assert_close(out.weights, wanted.weights, rtol=0 if COMPILED else 1e-6, atol=0)
     torch.testing.assert_close(gate._logits[:7], hidden.float() @ weight.float().T, rtol=1e-4, atol=1e-4)
 
 
@@ -150,6 +155,40 @@ def test_large_batches_and_cpu_take_the_gemm_and_the_router():
     assert torch.equal(out.logical_ids.long().sort(1).values[clear], wanted[clear])
     assert out.logical_ids.shape == (130, config.top_k)
     assert gate(hidden[:0], weight, 0).logical_ids.shape == (0, config.top_k)
+
+
+@pytest.mark.parametrize("tokens", [128, 129])
+def test_b07_rows_keep_their_experts_where_the_launch_changes(tokens):
+    config, hidden_size = SIZE
+    router = make_router(config, emit=("weights", "logical_ids"))
+    gate = GateRouter(router, hidden_size)
+    hidden, weight, bias = draw(13, config.num_experts, hidden_size, seed=1)
+    _, clear = clear_rows(config, hidden, weight, bias, None)
+    rows = torch.arange(tokens, device=DEVICE) % 13
+    out = gate(hidden[rows], weight, 0, bias=bias)
+    assert gate.fuses(tokens) == (tokens <= 128)
+    assert torch.equal(out.logical_ids, out.logical_ids[:13][rows])
+    alone = gate(hidden, weight, 0, bias=bias)
+    assert torch.equal(out.logical_ids[:13][clear].sort(1).values, alone.logical_ids[clear].sort(1).values)
+    torch.testing.assert_close(out.weights[:13][clear], alone.weights[clear], rtol=2e-3, atol=1e-6)
+    assert int(clear.sum()) >= 9
+    assert int(router.counters.take().sum()) == (tokens + 13) * config.top_k
+
+
+def test_b01_rows_of_nan():
+    config, hidden_size = SIZE
+    hidden, weight, bias = draw(4, config.num_experts, hidden_size)
+    emit = ("weights", "logical_ids")
+    clean = GateRouter(make_router(config, emit=emit), hidden_size)(hidden, weight, 0, bias=bias)
+    hidden[1] = float("nan")
+    router = make_router(config, emit=emit)
+    out = GateRouter(router, hidden_size)(hidden, weight, 0, bias=bias)
+    others = [0, 2, 3]
+    assert torch.equal(out.logical_ids[others], clean.logical_ids[others])
+    assert torch.equal(out.weights[others], clean.weights[others])
+    assert out.logical_ids[1].tolist() == list(range(config.top_k))
+    assert out.weights[1].tolist() == [0.0] * config.top_k
+    assert int(router.counters.take().sum()) == 4 * config.top_k
 
 
 @pytest.mark.skipif(not COMPILED, reason="the grid barrier needs a GPU")
