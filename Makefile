@@ -26,8 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "evenroute needs Python 3.11 or newer, found " + sys.version.split()[0])'
 	@test -x $(BIN)/python || { echo "making the virtual environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@$(BIN)/python -c 'import torch' 2>/dev/null || sh .ci/install-torch $(BIN)/python $(TORCH)
-	@echo "installing evenroute with its extras rank, report and dev (versions: constraints.txt)"
-	@$(PIP) install -q -c constraints.txt -e '.[rank,report,dev]'
+	@echo "installing evenroute with its extras rank, report, examples and dev (versions: constraints.txt)"
+	@$(PIP) install -q -c constraints.txt -e '.[rank,report,examples,dev]'
 	@rm -f $(VENV)/.installed-*; touch $(STAMP)
 
 demo: install
