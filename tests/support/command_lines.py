@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import re
 import shlex
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from evenroute.dist.keys import generate_keys
 from evenroute.tools.cli import build_app, command_names
 from evenroute.tools.stress import split_launcher_flag
 from evenroute.tools.stress_options import StressOptions, parse_options
 
 STRESS_MODULE = "evenroute.tools.stress"
+
+
+@functools.cache
+def _keys_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="evenroute-keys-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    generate_keys(folder)
+    return folder
+
+
+def with_real_files(argv: list[str]) -> list[str]:
+    """The stress run reads the key file as it parses: whatever folder a line names, a real one stands for it."""
+    return [
+        re.sub(r"^(--keys=)?[^=]*/rank\.toml$", rf"\g<1>{_keys_folder()}/rank.toml", word) for word in argv
+    ]
 
 
 def command_tree() -> Any:
@@ -36,7 +56,7 @@ def parse_evenroute(argv: list[str]) -> dict[str, Any]:
         context = command.make_context(name, list(words), parent=context)
         if name == "stress":
             ranks, flags = split_launcher_flag(list(words))
-            return vars(parse_options(flags, ep_size=ranks))
+            return vars(parse_options(with_real_files(flags), ep_size=ranks))
     return dict(context.params)
 
 
@@ -59,7 +79,7 @@ def parse_torchrun(
     if args.training_script != STRESS_MODULE:
         return None
     size = nodes * (gpus if per_node in ("gpu", "auto") else int(per_node))
-    return parse_options(list(args.training_script_args), ep_size=size)
+    return parse_options(with_real_files(list(args.training_script_args)), ep_size=size)
 
 
 def parse_any(argv: list[str]) -> None:
@@ -73,7 +93,7 @@ def parse_any(argv: list[str]) -> None:
     elif rest[:1] == ["-m"] and rest[1].startswith("evenroute.tools"):
         if rest[1] == STRESS_MODULE:
             ranks, flags = split_launcher_flag(rest[2:])
-            parse_options(flags, ep_size=ranks)
+            parse_options(with_real_files(flags), ep_size=ranks)
         else:
             parse_evenroute(rest[2:])
     else:
