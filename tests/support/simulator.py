@@ -16,15 +16,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
-import numpy as np
-
-from evenroute.dist.agreement import AgreedState, Version
+from evenroute.dist.agreement import AgreedState
 from evenroute.dist.job_start import StartedJob
 from evenroute.dist.messages import (
     Down,
-    JobShape,
     PlacementMessage,
     Status,
     Up,
@@ -35,24 +31,20 @@ from evenroute.dist.messages import (
 )
 from evenroute.dist.rank_core import RankCore
 from evenroute.dist.rebalancer_core import (
-    Outgoing,
-    Phase,
-    PlacementInfo,
-    RebalancerConfig,
     RebalancerCore,
 )
 from evenroute.dist.stream_core import RankStream
 from evenroute.dist.window_receipt import WindowReceipt
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
-from support.protocol_helpers import replace, with_shares
+from support.protocol_helpers import replace
 from support.simulator_history import (
     History,
-    ViewRecord,
     counts_are_accounted_for,
     violations,
 )
-from support.simulator_rank import SimJob, SimRank
+from support.simulator_job import SimJob
+from support.simulator_knobs import Knobs, placement_pool
+from support.simulator_rank import SimRank
+from support.simulator_rebalancer import SimRebalancer
 from support.simulator_store import SimStore
 
 
@@ -76,169 +68,6 @@ class Parts:
     hash_compared: bool = (
         True  # False: differing agreed states go on, to show that the other checks see it too
     )
-
-
-@dataclass(frozen=True)
-class Knobs:
-    """One schedule's sizes and rates; times in simulated seconds."""
-
-    ranks: int
-    layers: int
-    agree_every: int
-    num_buffers: int
-    window_steps: int
-    fault_s: float
-    loss: float
-    duplicate: float
-    delay_s: float
-    long_delay: float
-    error_rate: float
-    transfer_s: float
-    num_faults: int
-    damage: float
-    shared_counts: bool
-    through_the_wire: bool
-    heartbeat_s: float = 4.0
-    resend_s: float = 3.0
-    start_limit_s: float = 6.0
-    step_s: float = 1.0
-
-    @classmethod
-    def draw(cls, rng: random.Random, seed: int) -> Knobs:
-        """2 to 32 ranks, mostly few; a third of the schedules with an unkind network."""
-        ranks = rng.choices([2, 3, 4, 5, 8, 16, 32], [34, 28, 20, 9, 5, 3, 1])[0]
-        unkind = rng.random() < 0.35
-        return cls(
-            ranks=ranks,
-            layers=rng.choices([1, 2, 3, 4], [2, 5, 3, 1])[0],
-            agree_every=rng.choice([1, 1, 2, 3]),
-            num_buffers=rng.choice([1, 1, 2, 3]),
-            window_steps=rng.choice([2, 3, 5]),
-            fault_s=rng.uniform(15.0, 75.0) * (1.0 if ranks <= 5 else 0.5 if ranks < 16 else 0.25),
-            loss=rng.uniform(0.05, 0.4) if unkind else rng.choice([0.0, 0.02]),
-            duplicate=rng.uniform(0.05, 0.3) if unkind else rng.choice([0.0, 0.05]),
-            delay_s=rng.choice([0.05, 0.3, 1.5]),
-            long_delay=rng.choice([0.0, 0.03, 0.1]),
-            error_rate=rng.choice([0.0, 0.0, 0.05, 0.3]),
-            transfer_s=rng.choice([0.2, 1.0, 4.0]),
-            num_faults=rng.randint(0, 9),
-            damage=rng.choice([0.0, 0.0, 0.1]),
-            shared_counts=rng.random() < 0.15,
-            through_the_wire=seed % 16 == 0,
-        )
-
-
-@lru_cache(maxsize=64)
-def placement_pool(ranks: int, layers: int) -> tuple[JobShape, tuple[Version, ...]]:
-    """A job shape and placements of it, the first one the initial; versions only for their digests (key unset)."""
-    rng = np.random.default_rng(ranks * 100 + layers)
-    experts = {2: 3, 3: 4, 4: 4}.get(ranks, ranks - 2)
-    slots = ranks * (2 if ranks <= 4 else 1)
-    job = JobShape(num_layers=layers, num_logical_experts=experts, num_slots=slots, ep_size=ranks, top_k=2)
-    base = Placement.initial(layers, experts, slots, Topology(ranks))
-    found = [base, with_shares(base, int(rng.integers(layers)))]
-    while len(found) < 10:
-        rows = base.physical_to_logical.copy()
-        for layer in range(layers):
-            if rng.random() < 0.75:
-                rows[layer] = rng.permutation(experts)[rows[layer]]
-        placement = Placement(rows, experts, base.topology)
-        found.append(with_shares(placement, int(rng.integers(layers))) if rng.random() < 0.3 else placement)
-    return job, tuple(Version.of((0, 0), placement) for placement in found)
-
-
-class SimRebalancer:
-    """A rebalancer process: one core, its store, its planner and, while it is frozen, its inbox."""
-
-    def __init__(self, world: World, store: SimStore) -> None:
-        self.world = world
-        self.store = store
-        self.alive = True
-        self.frozen = False
-        self.inbox: list[tuple[int, Up]] = []
-        self.crash_next = False
-        self.clock = world.draw_clock()
-        self.life = world.num_lives
-        world.num_lives += 1
-        config = RebalancerConfig(
-            publish_timeout_s=world.rng.choice([2.0, 4.0, 10.0]),
-            max_publish_timeout_s=30.0,
-            rows_resend_s=1.5,
-        )
-        self.core: RebalancerCore = world.parts.rebalancer(
-            store, config, random_bits=world.rng.getrandbits, stamp=lambda: 0.0
-        )
-        self.core.windows.__class__ = world.parts.windows
-        world.at(world.now + world.rng.uniform(0.0, 2.0), self.on_plan)
-
-    def local_now(self) -> float:
-        """This node's clock."""
-        return self.clock[0] + self.clock[1] * self.world.now
-
-    def on_message(self, rank: int, message: Up) -> None:
-        """A rank's message arrives."""
-        if not self.alive:
-            return
-        if self.frozen:
-            self.inbox.append((rank, message))
-            return
-        self.act(lambda: self.core.receive(rank, message, self.local_now()))
-        if isinstance(message, Status):
-            self._record_view()
-
-    def thaw(self) -> None:
-        """Go on with whatever came meanwhile; windows in one transaction."""
-        self.frozen = False
-        waiting, self.inbox = self.inbox, []
-        windows = [(rank, message) for rank, message in waiting if isinstance(message, Window)]
-        if windows:
-            self.act(lambda: self.core.receive_windows(windows))
-        for rank, message in waiting:
-            if not isinstance(message, Window):
-                self.on_message(rank, message)
-
-    def _record_view(self) -> None:
-        view = self.core.view
-        if self.alive and view is not None and view.newest_status is not None:
-            self.world.history.views.append(ViewRecord(self.life, view.run, view.newest_status.vote))
-
-    def act(self, call: Callable[[], list[Outgoing]]) -> None:
-        """Run the core, note what begins or ends with it, send."""
-        world, phase, version = self.world, self.core.phase, self.core.version
-        out = call()
-        if phase is Phase.WAITING and self.core.phase is Phase.SERVING:
-            world.store_of_epoch[self.core.epoch] = self.store
-            world.trace(f"life {self.life} serves with epoch {self.core.epoch}")
-        if self.core.version != version and self.core.newest is not None:
-            newest = self.core.newest
-            world.history.published.append((newest.key, newest.digest, newest.row_digests))
-            world.trace(f"life {self.life} publishes {newest.key}")
-        if self.core.ended is not None:
-            world.trace(f"life {self.life} ends: {self.core.ended}")
-            self.alive = False
-            world.ended(self)
-        if self.crash_next:
-            self.crash_next = False
-            world.crash(self)
-            return
-        for item in out:
-            assert isinstance(item.peer, int)
-            world.send_down(self, item.peer, item.message)
-
-    def on_plan(self) -> None:
-        """The timer: tick, and now and then a new placement."""
-        world = self.world
-        if not self.alive:
-            return
-        if not self.frozen:
-            self.act(lambda: self.core.tick(self.local_now()))
-            if self.alive and world.wants_version(self) and self.core.may_publish(self.local_now()):
-                version = world.rng.choice(world.pool)
-                moves = np.zeros(world.knobs.layers, np.int64)
-                info = PlacementInfo(moves, "simulated", "")
-                self.act(lambda: self.core.publish(version.placement, info, self.local_now()))
-                world.was_published(self)
-        world.at(world.now + world.rng.uniform(0.5, 2.5), self.on_plan)
 
 
 class World:
