@@ -33,6 +33,7 @@ from evenroute.eplb.planner import plan_placement
 from evenroute.eplb.replay import plain_map
 from evenroute.eplb.topology import Topology
 
+MIGRATION_POLICY = "weighted"  # what re-plans once there is a good placement: few moves, shares do the rest
 RECOMMEND, NOT_NOW, NOT_ENOUGH = "recommend", "not now", "not enough evidence"
 
 
@@ -176,6 +177,7 @@ def _price(
     result: dict[str, Any] = {
         "redundant_slots_per_rank": per_rank,
         "moves_per_plan": moves,
+        "migration_policy": MIGRATION_POLICY,
         "plans_per_day": plans_a_day,
         "replan_seconds": seconds,
         "replan_seconds_is": basis,
@@ -199,7 +201,8 @@ def _price(
 
 
 def _moves_a_plan(workloads: Sequence[Workload], settings: AdviceSettings, redundant: int) -> float | None:
-    """Slots a re-plan moves, from one window (or workload) to the next; None with a single window."""
+    """Slots a re-plan moves, from one window (or workload) to the next, after a full plan at the start; None with a
+    single window."""
     longest = max(workloads, key=lambda workload: len(workload.windows))
     series = longest.windows if len(longest.windows) > 1 else [w.total for w in workloads]
     if len(series) < 2:
@@ -211,7 +214,9 @@ def _moves_a_plan(workloads: Sequence[Workload], settings: AdviceSettings, redun
     current, moved = planned(series[places[0]], settings, redundant), []
     for place in places[1:]:
         if series[place].any():
-            plan = plan_placement(series[place], topology=topology, num_slots=slots, current=current)
+            plan = plan_placement(
+                series[place], topology=topology, num_slots=slots, current=current, policy=MIGRATION_POLICY
+            )
             current = plan.placement
             moved.append(int(plan.moves.sum()))
     return float(np.mean(moved)) if moved else None

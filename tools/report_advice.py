@@ -106,7 +106,8 @@ def _price(facts: dict[str, Any], size: ExpertSize) -> list[tuple[str, str]]:
     if moves is None:
         moving = "not shown by a single window"
     else:
-        moving = f"{moves:,.0f} slots a plan, {facts['plans_per_day']:.1f} plans a day "
+        moving = f"{moves:,.0f} slots a plan (policy {facts['migration_policy']}), "
+        moving += f"{facts['plans_per_day']:.1f} plans a day "
         moving += f"(every {duration(facts['replan_seconds'])}: {facts['replan_seconds_is']})"
         if facts["migration_bytes_per_day"] is not None:
             moving += f" = {short(facts['migration_bytes_per_day'])}B a day"

@@ -82,7 +82,7 @@ def summary(facts: dict[str, Any], width: int) -> RenderableType:
     if "num_windows" not in facts:
         return _placement_only(facts)
     balance = facts["balancedness"]
-    parts: list[RenderableType] = [pairs(_heading(facts))]
+    parts: list[RenderableType] = [Text(facts["path"], style="bold"), pairs(_heading(facts))]
     if balance is not None:
         parts += [Text(), _balancedness(facts, balance, width)]
     parts += [Text(), _skew(facts["skew"])]
@@ -113,7 +113,7 @@ def _heading(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if facts["first_time"] is not None:
         windows += f"; {clock(facts['first_time'])} to {clock(facts['last_time'])} UTC"
     lines = [
-        (facts["path"], facts["kind"]),
+        ("kind", facts["kind"]),
         ("model", " ".join(filter(None, [facts["model"] or "not stated", facts["phase"]]))),
         ("shape", "; ".join(shape)),
         ("history", windows),
@@ -222,13 +222,14 @@ def _placements(placements: Sequence[dict[str, Any]]) -> Table:
 
 def _placement_only(facts: dict[str, Any]) -> RenderableType:
     lines = [
-        (facts["path"], facts["kind"]),
+        ("kind", facts["kind"]),
         ("model", " ".join(filter(None, [facts["model"] or "not stated", facts["phase"]]))),
         ("shape", f"{facts['num_layers']} layers x {facts['num_logical_experts']} experts"),
         ("slots", f"{facts['num_slots']} on {facts['ep_size'] or 'not stated'} ranks"),
         ("replicas", facts["replicas"]),
     ]
-    return pairs(lines + [("note", note) for note in facts["notes"]])
+    notes = [("note", note) for note in facts["notes"]]
+    return Group(Text(facts["path"], style="bold"), pairs(lines + notes))
 
 
 def _log_summary(facts: dict[str, Any], width: int) -> RenderableType:
@@ -236,14 +237,15 @@ def _log_summary(facts: dict[str, Any], width: int) -> RenderableType:
     values = [point["balancedness"] for point in points]
     known = [value for value in values if value is not None]
     lines = [
-        (facts["path"], f"{facts['kind']} (balancedness as the engine logged it; no loads)"),
+        ("kind", f"{facts['kind']} (balancedness as the engine logged it; no loads)"),
         ("model", facts["model"] or "not stated"),
         ("lines", f"{len(points):,}; steps {points[0]['step']:,} to {points[-1]['step']:,}"),
         ("balancedness", f"mean {number(sum(known) / len(known) if known else None)}"),
         ("lowest, last", f"{number(min(known, default=None))}, {number(values[-1])}"),
         ("over time", sparkline(values, max(width - 20, 10))),
     ]
-    return pairs(lines + [("note", note) for note in facts["notes"]])
+    notes = [("note", note) for note in facts["notes"]]
+    return Group(Text(facts["path"], style="bold"), pairs(lines + notes))
 
 
 def comparison(all_facts: Sequence[dict[str, Any]]) -> Table:

@@ -1,0 +1,139 @@
+"""`inspect`, `replay`, `advise` and `convert` on the rebalancer's store, also while it is written to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evenroute.eplb.loads import balancedness, rank_loads
+from evenroute.eplb.placement import Placement
+from evenroute.eplb.planner import plan_placement
+from evenroute.eplb.store import HistoryStore, JobRow, RankWindow
+from evenroute.eplb.topology import Topology
+from support.command import assert_one_line_error, evenroute, evenroute_without
+from support.foreign_files import random_counts
+
+LAYERS, EXPERTS, RANKS, SLOTS, TOP_K = 3, 16, 4, 20, 2
+JOB = JobRow("toy", "decode", LAYERS, EXPERTS, SLOTS, RANKS, 1, TOP_K, False)
+EPOCH = 5 << 20
+
+
+def add_window(store: HistoryStore, seq: int, counts: np.ndarray, *, now: float, ranks: int = RANKS) -> None:
+    """One window of every rank, each with a quarter of the counts (the remainder on rank 0)."""
+    part = counts // RANKS
+    for rank in range(ranks):
+        own = counts - part * (RANKS - 1) if rank == 0 else part
+        window = RankWindow(7, rank, seq, 10 * (seq - 1), 10 * seq - 1, int(own[0].sum()) // TOP_K, own)
+        store.add_windows([window], epoch=EPOCH, now=now)
+
+
+@pytest.fixture
+def counts() -> np.ndarray:
+    return random_counts(1, LAYERS, EXPERTS)[0] * 40
+
+
+@pytest.fixture
+def store(tmp_path: Path, counts: np.ndarray) -> HistoryStore:
+    """Four windows on the start placement, a plan, four windows on it; the writer stays open."""
+    made = HistoryStore(tmp_path / "run.db")
+    made.begin_epoch(EPOCH, pid=1, now=0.0)
+    made.set_job(7, JOB, epoch=EPOCH, now=0.0)
+    for seq in range(1, 5):
+        add_window(made, seq, counts, now=1000.0 + seq)
+    plan = plan_placement(counts, topology=Topology(RANKS), num_slots=SLOTS)
+    made.add_placement(
+        epoch=EPOCH,
+        version=1,
+        placement=plan.placement,
+        balancedness_before=plan.before.mean,
+        balancedness_predicted=plan.predicted.mean,
+        moves=plan.moves,
+        policy=plan.policy,
+        reason=plan.reason,
+        now=1004.5,
+    )
+    for seq in range(5, 9):
+        add_window(made, seq, counts, now=1000.0 + seq)
+    return made
+
+
+def test_before_predicted_achieved(store: HistoryStore, counts: np.ndarray, tmp_path: Path) -> None:
+    facts = evenroute("inspect", tmp_path / "run.db", "--json").json["sources"][0]
+    assert (facts["model"], facts["phase"], facts["ep_size"]) == ("toy", "decode", RANKS)
+    assert facts["ranks"] == [0, 1, 2, 3]
+    assert facts["num_windows"] == 8
+    assert facts["routed"] == 8 * int(counts.sum())
+    assert (facts["first_step"], facts["last_step"]) == (0, 79)
+    start = Placement.initial(LAYERS, EXPERTS, SLOTS, Topology(RANKS))
+    before = balancedness(rank_loads(counts, start)).mean
+    means = [point["mean"] for point in facts["balancedness_over_time"]]
+    assert means[:4] == pytest.approx([before] * 4)
+    (placement,) = facts["placements"]
+    assert placement["achieved"] == pytest.approx(placement["predicted"])
+    assert placement["achieved"] > before
+    text = evenroute("inspect", tmp_path / "run.db")
+    assert "Placements and their effect" in text.out
+    assert f"{EPOCH}.1" in text.out
+
+
+def test_readable_while_written(store: HistoryStore, counts: np.ndarray, tmp_path: Path) -> None:
+    for seq in range(9, 13):
+        add_window(store, seq, counts, now=1000.0 + seq)
+        facts = evenroute("inspect", tmp_path / "run.db", "--json").json["sources"][0]
+        assert facts["num_windows"] == seq
+
+
+def test_a_window_that_lacks_ranks_is_incomplete(
+    store: HistoryStore, counts: np.ndarray, tmp_path: Path
+) -> None:
+    add_window(store, 9, counts, now=1010.0, ranks=2)
+    facts = evenroute("inspect", tmp_path / "run.db", "--json").json["sources"][0]
+    assert facts["num_incomplete_windows"] == 1
+    assert "1 incomplete" in evenroute("inspect", tmp_path / "run.db").out
+
+
+def test_replay_advise_convert(store: HistoryStore, tmp_path: Path) -> None:
+    store.close()
+    path = tmp_path / "run.db"
+    runs = evenroute("replay", path, "--json").json["runs"]
+    assert runs[0]["settings"]["ep_size"] == RANKS
+    assert len(runs[0]["points"]) == 8
+    facts = evenroute("advise", path, "--json").json
+    assert facts["top_k"] == TOP_K
+    assert facts["ep_size_is"] == "recorded"
+    assert facts["balancedness_recorded"] > 0.8
+    out = tmp_path / "out.json"
+    assert evenroute("convert", path, out, "--to", "sglang", "--what", "placement").status == 0
+    assert len(json.loads(out.read_text())["physical_to_logical_map"]) == LAYERS
+    assert evenroute("convert", path, tmp_path / "d.evd", "--to", "evenroute", "--what", "loads").status == 0
+    again = evenroute("inspect", tmp_path / "d.evd", "--json").json["sources"][0]
+    assert again["placements"][0]["achieved"] == pytest.approx(runs[1]["points"][-1]["mean"], abs=0.05)
+
+
+def test_page_of_a_store(store: HistoryStore, tmp_path: Path) -> None:
+    outcome = evenroute("inspect", tmp_path / "run.db", "--html", tmp_path / "page.html")
+    assert outcome.status == 0, outcome.err
+    assert '"version":1' in (tmp_path / "page.html").read_text()
+
+
+def test_without_torch(store: HistoryStore, tmp_path: Path) -> None:
+    store.close()
+    outcome = evenroute_without("torch", "inspect", tmp_path / "run.db", "--json")
+    assert outcome.status == 0, outcome.err
+
+
+def test_a_store_without_a_job_and_a_damaged_one(store: HistoryStore, tmp_path: Path) -> None:
+    HistoryStore(tmp_path / "new.db").close()
+    assert_one_line_error(evenroute("inspect", tmp_path / "new.db"), "new.db", "no job yet")
+    store.close()
+    data = (tmp_path / "run.db").read_bytes()
+    for size in (0, 1, 100, len(data) // 2, len(data) - 1):
+        (tmp_path / "cut.db").write_bytes(data[:size])
+        assert_one_line_error(evenroute("inspect", tmp_path / "cut.db"), str(tmp_path / "cut.db"))
+    other = bytearray(data)
+    other[68:72] = b"nope"  # application_id
+    (tmp_path / "other.db").write_bytes(bytes(other))
+    assert_one_line_error(evenroute("inspect", tmp_path / "other.db"), "other.db", "not an evenroute store")
