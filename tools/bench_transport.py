@@ -9,6 +9,7 @@ nothing: a rank reports a placement as live as soon as it holds it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import secrets
@@ -377,3 +378,37 @@ def _reach(simulated: SimulatedJob) -> float | None:
         return None
     times = [rank.held_at for rank in simulated.ranks if rank.held == key]
     return round(max(times) - min(times), 4)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`evenroute bench transport`: run and print one JSON object. Exit status 1 when a count was lost."""
+    parser = argparse.ArgumentParser(
+        prog="evenroute bench transport", description=(__doc__ or "").split("\n")[0]
+    )
+    defaults = TransportOptions()
+    parser.add_argument("--ranks", type=int, default=defaults.ranks)
+    parser.add_argument("--layers", type=int, default=defaults.layers)
+    parser.add_argument("--experts", type=int, default=defaults.experts)
+    parser.add_argument("--seconds", type=float, default=defaults.seconds)
+    parser.add_argument(
+        "--rate", type=float, default=defaults.rate, help="windows a second and rank; 0: no pause"
+    )
+    parser.add_argument(
+        "--plan-after",
+        type=float,
+        default=0.0,
+        help="seconds until a placement is planned and sent (0: none)",
+    )
+    parser.add_argument("--planner", default=None, help="MODULE:FUNCTION in place of the built-in planner")
+    given = parser.parse_args(argv)
+    try:
+        options = TransportOptions(**{name.replace("-", "_"): value for name, value in vars(given).items()})
+    except ValueError as error:
+        parser.error(str(error))
+    figures = run_transport(options)
+    print(json.dumps(figures))
+    return 0 if figures["stored_equals_acknowledged"] and figures["drained"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -70,7 +70,7 @@ def test_a_rank_that_never_enters_is_waited_for_as_long_as_stated(tmp_path):
         agent = {"vote_limit_s": 3.0}
         options = {"stuck_rank": 1, "stuck_at": 100, "stuck_s": 60.0}
         with job_on(tmp_path / "job", rebalancer.bind, 3, agent=agent, **options) as job:
-            wait_for(lambda: len(job.steps(1)) >= 100, 60, "rank 1 is stuck")
+            wait_for(lambda: len(job.steps(1)) >= 100, 150, "rank 1 is stuck")
             began = time.monotonic()
             assert job.processes[0].wait(timeout=20) != 0
             assert job.processes[2].wait(timeout=20) != 0
@@ -80,19 +80,19 @@ def test_a_rank_that_never_enters_is_waited_for_as_long_as_stated(tmp_path):
                 assert "(step 10" in job.log(rank)
 
 
-@pytest.mark.parametrize(("late_s", "limit_s"), [(3.0, 30.0), (60.0, 4.0)])
+@pytest.mark.parametrize(("late_s", "limit_s"), [(3.0, 100.0), (200.0, 20.0)])
 def test_a_rank_that_comes_late_is_waited_for_up_to_the_limit(tmp_path, late_s, limit_s):
     """B28 (c)."""
     with rebalancer_in(tmp_path) as rebalancer:
         options = {"late_rank": 3, "late_s": late_s, "join_limit_s": limit_s, "endless": False, "steps": 50}
         with job_on(tmp_path / "job", rebalancer.bind, 4, **options) as job:
             if late_s < limit_s:
-                assert job.wait(90) == [0, 0, 0, 0], job.logs()
+                assert job.wait(200) == [0, 0, 0, 0], job.logs()
                 job.check_steps()
                 return
             for rank in (0, 1, 2):
-                assert job.processes[rank].wait(timeout=30) != 0
-            assert "3/4 ranks joined within 4 s, missing: rank 3" in job.log(0), job.log(0)
+                assert job.processes[rank].wait(timeout=150) != 0
+            assert "3/4 ranks joined within 20 s, missing: rank 3" in job.log(0), job.log(0)
 
 
 def test_sigterm_while_blocked_in_a_vote_ends_at_once(tmp_path):
@@ -100,7 +100,7 @@ def test_sigterm_while_blocked_in_a_vote_ends_at_once(tmp_path):
     with rebalancer_in(tmp_path) as rebalancer:
         options = {"stuck_rank": 1, "stuck_at": 60, "stuck_s": 60.0}
         with job_on(tmp_path / "job", rebalancer.bind, 2, **options) as job:
-            wait_for(lambda: len(job.steps(1)) >= 60, 60, "rank 1 is stuck")
+            wait_for(lambda: len(job.steps(1)) >= 60, 150, "rank 1 is stuck")
             time.sleep(0.5)
             began = time.monotonic()
             job.processes[0].send_signal(signal.SIGTERM)

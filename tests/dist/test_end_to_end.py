@@ -27,7 +27,7 @@ def rebalancer(tmp_path):
 
 def test_counts_arrive_and_all_ranks_switch_at_the_same_step(tmp_path, rebalancer):
     with Job(tmp_path / "job", 2, agent={**AGENT, "rebalancer": rebalancer.bind}, steps=260) as job:
-        assert job.wait(90) == [0, 0], job.logs()
+        assert job.wait(200) == [0, 0], job.logs()
     job.check_steps()
     job.check_counts(rebalancer.store)
     keys = [key for *_, key in job.steps(0)]

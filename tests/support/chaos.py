@@ -41,7 +41,8 @@ def rebalancer_in(folder, *, toml=TOML, **options):
 
 def job_on(folder, address, ep_size=2, *, agent=None, **options):
     settings = {**AGENT, "rebalancer": address, **(agent or {})}
-    return Job(folder, ep_size, agent=settings, **{"endless": True, "step_s": 0.01, **options})
+    defaults = {"endless": True, "step_s": 0.01, "num_slots": -(-20 // ep_size) * ep_size}
+    return Job(folder, ep_size, agent=settings, **{**defaults, **options})
 
 
 def versions(job):
@@ -54,8 +55,18 @@ def versions(job):
     return found
 
 
-def wait_new_version(job, limit_s=30.0, what="a new version in use"):
+LIMIT_S = 60.0
+START_LIMIT_S = 150.0  # several interpreters import torch at once, perhaps on a busy host
+
+
+def wait_started(job):
+    """Until every rank has made a step."""
+    wait_for(lambda: alive(job) and all(job.steps(rank) for rank in range(job.ep_size)), START_LIMIT_S, "first steps")
+
+
+def wait_new_version(job, limit_s=LIMIT_S, what="a new version in use"):
     """Until rank 0 has switched once more than now."""
+    wait_started(job)
     before = len(versions(job))
     wait_for(lambda: alive(job) and len(versions(job)) > before, limit_s, what)
 
@@ -65,7 +76,7 @@ def alive(job):
     return True
 
 
-def wait_epoch_above(job, epoch, limit_s=30.0):
+def wait_epoch_above(job, epoch, limit_s=LIMIT_S):
     wait_for(
         lambda: alive(job) and versions(job) and versions(job)[-1][0] > epoch,
         limit_s,

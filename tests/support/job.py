@@ -75,14 +75,14 @@ class Job:
         lines = path.read_text().split("\n")[:-1]
         return [(int(a), float(b), float(c), int(d), e) for a, b, c, d, e in (line.split() for line in lines)]
 
-    def wait_step(self, step, limit_s=60.0):
+    def wait_step(self, step, limit_s=150.0):
         def reached():
             assert all(p.poll() in (None, 0) for p in self.processes), self.logs()
             return all(len(self.steps(rank)) > step for rank in range(self.ep_size))
 
         wait_for(reached, limit_s, f"all ranks at step {step}")
 
-    def wait_key(self, condition, limit_s=60.0, what="a key"):
+    def wait_key(self, condition, limit_s=150.0, what="a key"):
         """Until the last step of rank 0 has one key for all layers and `condition((epoch, version))`."""
 
         def reached():

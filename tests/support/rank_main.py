@@ -40,7 +40,7 @@ class RankOptions(msgspec.Struct):
     step_s: float = 0.01
     seed: int = 0
     skew: float = 1.2
-    join_limit_s: float = 60.0
+    join_limit_s: float = 150.0
     late_rank: int | None = None
     late_s: float = 0.0
     stuck_rank: int | None = None

@@ -31,7 +31,7 @@ def main():
     options = json.loads(Path(sys.argv[1]).read_text())
     rank, ep_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    join_job(backend="gloo", limit_s=90.0, collective_limit_s=120.0)
+    join_job(backend="gloo", limit_s=150.0, collective_limit_s=120.0)
     group = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
     placement = Placement.initial(L, E, P, Topology(ep_size))
     tables = DispatchTables(placement, ep_rank=rank, device="cpu")
