@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ class ChunkRunner:
         self._limit_s = limit_s
         self.cuda = device.type == "cuda"
         self._watchdog = StallWatchdog(limit_s) if self.cuda else None
-        self._last: InFlight | None = None
+        self._flying: deque[InFlight] = deque()  # CPU: one at most
         self.bytes_received = 0
         self.records: list[ChunkRecord] | None = None  # filled for benches, if set
 
@@ -61,7 +62,7 @@ class ChunkRunner:
         what = picked[-1][0].describe()
         if self._watchdog is None:
             started = time.monotonic()
-            self._last = InFlight(what, started, self._transfer(picked, what))
+            self._flying.append(InFlight(what, started, self._transfer(picked, what)))
             return
         timed = self.records is not None
         begun, done = new_event(timing=timed), new_event(timing=timed)
@@ -74,8 +75,8 @@ class ChunkRunner:
                 test_staged(one)
                 one.done = new_event()
                 one.done.record()
-        self._last = InFlight(what, time.monotonic(), [], begun, done)
-        self._watchdog.watch(self._last)
+        self._flying.append(InFlight(what, time.monotonic(), [], begun, done))
+        self._watchdog.watch(self._flying[0])
         if self.records is not None:
             self.records[-1].begun, self.records[-1].done = begun, done
 
@@ -92,30 +93,30 @@ class ChunkRunner:
         return works
 
     def finish(self, *, block: bool) -> bool:
-        """Wait for the last chunk (CUDA: only with ``block``). True if none is left in flight.
+        """Wait for what is in flight (CUDA: only with ``block``). True if nothing is any more.
 
         Raises:
             MigrationError: a peer is gone, or the limit is over (CPU; on CUDA the watchdog ends the process).
         """
-        if self._last is None:
-            return True
-        if not self.cuda:
-            wait_host(self._last, self._limit_s)
-            if self.records:
-                self.records[-1].host_s = time.monotonic() - self._last.started
-        elif block:
-            assert self._last.done is not None
-            self._last.done.synchronize()
-        elif not self._last.finished():
-            return False
-        self._last = None
-        return True
+        while self._flying:
+            oldest = self._flying[0]
+            if self._watchdog is None:
+                wait_host(oldest, self._limit_s)
+                if self.records:
+                    self.records[-1].host_s = time.monotonic() - oldest.started
+            elif block:
+                assert oldest.done is not None
+                oldest.done.synchronize()
+            elif not oldest.finished():
+                break
+            self._flying.popleft()
+        if self._watchdog is not None:
+            self._watchdog.watch(self._flying[0] if self._flying else None)
+        return not self._flying
 
     def in_flight(self) -> str | None:
-        """Operation and layer of the last chunk while it is not done."""
-        if self._last is None or (self.cuda and self._last.finished()):
-            return None
-        return self._last.what
+        """Operation and layer of the oldest chunk that is not done."""
+        return next((chunk.what for chunk in self._flying if not (self.cuda and chunk.finished())), None)
 
     def close(self) -> None:
         """Stop the watchdog."""

@@ -139,7 +139,7 @@ class EpMoeLayer:
         )
         total = self.ep_size * capacity
         rows = hidden.new_zeros((total + 1, hidden.shape[1]))
-        rows[place] = hidden.repeat_interleave(num_columns, dim=0)
+        rows[place] = _repeat_rows(hidden, num_columns)
         slots = torch.full((total + 1,), self.experts.num_slots, dtype=torch.int64, device=ids.device)
         slots[place] = torch.where(valid, flat % self.experts.num_slots, self.experts.num_slots)
         received, local = torch.empty_like(rows[:total]), torch.empty_like(slots[:total])
@@ -155,11 +155,16 @@ class EpMoeLayer:
         num_columns, num_slots = ids.shape[1], self.experts.num_slots
         own = routed & (ids // num_slots == self.rank)
         slots = torch.where(own, ids % num_slots, num_slots).flatten()
-        products = self._compute(hidden.repeat_interleave(num_columns, dim=0), slots)
+        products = self._compute(_repeat_rows(hidden, num_columns), slots)
         position = torch.arange(ids.numel(), device=ids.device).view_as(ids)
         out = _combine(products, position, torch.where(own, weights, 0.0), hidden)
         torch_dist.all_reduce(out, group=self.group)
         return out
+
+
+def _repeat_rows(hidden: Tensor, times: int) -> Tensor:
+    """``[T, H]`` -> ``[T * times, H]``, each row so often."""
+    return hidden[:, None].expand(-1, times, -1).reshape(-1, hidden.shape[1])
 
 
 def _combine(products: Tensor, position: Tensor, weights: Tensor, hidden: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class MigrationConfig:
         staging_bytes: bound on the memory of all staging buffers of this rank.
         chunk_bytes: most bytes that a rank sends, and receives, in one step.
         max_peers: most ranks that a rank exchanges with in one chunk (2 where one round already has two).
-        transfer_limit_s: a chunk that takes longer ends the job.
+        transfer_limit_s: a chunk that takes longer ends the job (on CUDA 5 s later, counted while it runs).
         verify: compare a checksum of every moved expert when it is staged and again after each commit.
     """
 

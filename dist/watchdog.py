@@ -6,12 +6,12 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 from evenroute.dist.exchange import InFlight
 
 STALL_EXIT_STATUS = 70
+GRACE_S = 5.0
 
 
 def end_process(message: str) -> None:
@@ -22,39 +22,45 @@ def end_process(message: str) -> None:
 
 
 class StallWatchdog:
-    """A thread that looks at the chunks in flight a few times a second.
+    """A thread that looks after the oldest chunk in flight.
 
-    A chunk's time counts from when the device has begun it; waiting behind earlier work of the own stream does not.
+    It asks the device nothing before a chunk is ``limit_s`` old (another thread's query spoils a CUDA graph capture in
+    global mode), and then ends the process once the chunk has been seen running, and not done, for `GRACE_S` more:
+    waiting behind earlier work of the own stream does not count.
     """
 
-    def __init__(self, limit_s: float, on_stall: Callable[[str], None] = end_process) -> None:
+    def __init__(
+        self, limit_s: float, on_stall: Callable[[str], None] = end_process, *, grace_s: float = GRACE_S
+    ) -> None:
         self._limit_s = limit_s
+        self._grace_s = grace_s
         self._on_stall = on_stall
         self._lock = threading.Lock()
-        self._chunks: deque[InFlight] = deque()
-        self._begun: float | None = None  # when the first chunk was first seen to be running
+        self._chunk: InFlight | None = None
+        self._running_since: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="evenroute-migration-watchdog", daemon=True)
         self._thread.start()
 
-    def watch(self, chunk: InFlight) -> None:
-        """Look after a chunk until its event is done."""
+    def watch(self, chunk: InFlight | None) -> None:
+        """The oldest chunk that is not known to be done, or None."""
         with self._lock:
-            self._chunks.append(chunk)
+            if chunk is not self._chunk:
+                self._chunk, self._running_since = chunk, None
 
     def late(self) -> str | None:
-        """The chunk that outlasts its limit, if one does."""
+        """The chunk that outlasts its limit, if it does."""
         with self._lock:
-            while self._chunks and self._chunks[0].finished():
-                self._chunks.popleft()
-                self._begun = None
-            if not self._chunks or not self._chunks[0].has_begun():
+            chunk, now = self._chunk, time.monotonic()
+            if chunk is None or now - chunk.started <= self._limit_s:
                 return None
-            if self._begun is None:
-                self._begun = time.monotonic()
-            if time.monotonic() - self._begun <= self._limit_s:
+            if chunk.finished() or not chunk.has_begun():
                 return None
-            return f"{self._chunks[0].what} did not complete within {self._limit_s:g} s"
+            if self._running_since is None:
+                self._running_since = now
+            if now - self._running_since <= self._grace_s:
+                return None
+            return f"{chunk.what} did not complete within {self._limit_s:g} s"
 
     def close(self) -> None:
         """Stop the thread."""

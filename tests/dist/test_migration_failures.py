@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -248,38 +249,58 @@ def _chunk(what: str, begun: bool, done: bool) -> InFlight:
     return InFlight(what, time.monotonic(), [], *events)  # type: ignore[arg-type]
 
 
-def test_watchdog_counts_from_the_chunks_begin_and_says_which() -> None:
+def _until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def test_watchdog_counts_while_the_chunk_runs_and_says_which() -> None:
     stalls = _Stalls()
-    watchdog = StallWatchdog(0.3, stalls)
+    watchdog = StallWatchdog(0.2, stalls, grace_s=0.2)
     try:
-        done = _chunk("transfer of layer 1", begun=True, done=True)
         waiting = _chunk("transfer of layer 2", begun=False, done=False)
-        watchdog.watch(done)
         watchdog.watch(waiting)
         time.sleep(0.8)
         assert not stalls.messages, "behind earlier work of its own stream it does not count"
         begun = time.monotonic()
         waiting.begun.done = True  # type: ignore[union-attr]
-        deadline = begun + 10
-        while not stalls.messages and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert stalls.messages == ["transfer of layer 2 did not complete within 0.3 s"]
-        assert 0.2 < stalls.at - begun < 5
+        _until(lambda: stalls.messages)
+        assert stalls.messages == ["transfer of layer 2 did not complete within 0.2 s"]
+        assert 0.15 < stalls.at - begun < 5
     finally:
         watchdog.close()
 
 
 def test_watchdog_forgives_what_completes() -> None:
     stalls = _Stalls()
-    watchdog = StallWatchdog(0.5, stalls)
+    watchdog = StallWatchdog(0.1, stalls, grace_s=0.4)
     try:
         for number in range(8):
             chunk = _chunk(f"chunk {number}", begun=True, done=False)
             watchdog.watch(chunk)
-            time.sleep(0.15)
+            time.sleep(0.2)  # older than the limit, within the grace
             chunk.done.done = True  # type: ignore[union-attr]
-        time.sleep(0.4)
+            if number % 2:
+                watchdog.watch(None)
+            else:
+                time.sleep(0.1)
+        time.sleep(0.6)
         assert not stalls.messages
+    finally:
+        watchdog.close()
+
+
+def test_watchdog_asks_nothing_of_a_young_chunk() -> None:
+    """Another thread's event query would spoil a graph capture."""
+    chunk = _chunk("young", begun=True, done=False)
+    asked: list[int] = []
+    chunk.done.query = lambda: bool(asked.append(1))  # type: ignore[union-attr,method-assign,func-returns-value]
+    watchdog = StallWatchdog(30.0, _Stalls())
+    try:
+        watchdog.watch(chunk)
+        time.sleep(0.6)
+        assert not asked
     finally:
         watchdog.close()
 
