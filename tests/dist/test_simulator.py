@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from support import simulator_history as h
-from support.simulator import World, main, run_seed
+from support.simulator import Parts, World, main, run_seed
 from support.simulator_mutations import MUTATIONS
+from support.simulator_sqlite import SqliteSimStore
 
 BLOCK = 250
 OF_THE_ISSUE = {
@@ -44,6 +45,18 @@ def test_every_promise_holds_in_2000_seeded_schedules(block: int) -> None:
         assert not found, (
             f"seed {seed} (replay: python -m support.simulator --seeds {seed}:{seed + 1} --trace): {found}"
         )
+
+
+def test_every_promise_holds_with_the_production_store_in_its_file() -> None:
+    for seed in range(300_000, 300_030):
+        world = World(seed, Parts(store=SqliteSimStore))  # type: ignore[arg-type]
+        found = world.run()
+        kept = [(store.total_counts()[0], store) for store in world.stores]  # type: ignore[attr-defined]
+        for tokens, store in kept:
+            stored = [record for number, record in world.history.stored if number == store.number]
+            assert tokens == sum(record.content[2] for record in stored)
+            store.close()  # type: ignore[attr-defined]
+        assert not found, f"seed {seed}: {found}"
 
 
 @pytest.mark.slow

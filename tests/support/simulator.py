@@ -21,6 +21,7 @@ from evenroute.dist.agreement import AgreedState
 from evenroute.dist.job_start import StartedJob
 from evenroute.dist.messages import (
     Down,
+    JobShape,
     PlacementMessage,
     Status,
     Up,
@@ -62,7 +63,7 @@ class Parts:
     stream: type[RankStream] = RankStream
     rebalancer: type[RebalancerCore] = RebalancerCore
     windows: type[WindowReceipt] = WindowReceipt
-    store: type[SimStore] = SimStore
+    store: Callable[[int, History, JobShape], SimStore] = SimStore
     sim_rank: type[SimRank] = SimRank
     started_for: Callable[[World, StartedJob, int], StartedJob] = _same_start
     hash_compared: bool = (
@@ -95,7 +96,7 @@ class World:
         self._trace = trace
         self._num_queued = 0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._stores: list[SimStore] = []
+        self.stores: list[SimStore] = []
         self.store = self.new_store()
         self.rebalancers: list[SimRebalancer] = []
         self.master: SimRebalancer | None = None
@@ -176,8 +177,8 @@ class World:
 
     def new_store(self) -> SimStore:
         """An empty store."""
-        store = self.parts.store(len(self._stores), self.history)
-        self._stores.append(store)
+        store = self.parts.store(len(self.stores), self.history, self.job_shape)
+        self.stores.append(store)
         return store
 
     def start_rebalancer(self, store: SimStore | None = None) -> None:
@@ -303,7 +304,7 @@ class World:
     def end_faults(self) -> None:
         """From here on everything works; one of the masters there are survives."""
         self.faulty = False
-        for store in self._stores:
+        for store in self.stores:
             store.failing = False
         alive = [process for process in self.rebalancers if process.alive]
         survivor = self.rng.choice(alive) if alive else None
@@ -380,7 +381,7 @@ class World:
         sealed = {rank.rank: rank.core.stream.windows_acknowledged for rank in self.job.ranks}
         stored: dict[int, list[int]] = {rank: [] for rank in sealed}
         elsewhere: dict[int, set[int]] = {rank: set() for rank in sealed}
-        for store in self._stores:
+        for store in self.stores:
             for its_run, rank, seq in store.contents:
                 if its_run == run and store is self.store:
                     stored[rank].append(seq)

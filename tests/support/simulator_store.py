@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evenroute.dist.messages import JobShape
 from evenroute.dist.protocol_store import RankWindow, Receipt
 from evenroute.eplb.placement import Placement
 from support.memory_store import MemoryStore
@@ -15,7 +16,7 @@ from support.simulator_history import History, SealRecord, WriteRecord
 class SimStore(MemoryStore):
     """``contents``: (run, rank, seq) of all windows that were ever inserted."""
 
-    def __init__(self, number: int, history: History) -> None:
+    def __init__(self, number: int, history: History, job: JobShape) -> None:
         super().__init__()
         self.number = number
         self.contents: set[tuple[int, int, int]] = set()

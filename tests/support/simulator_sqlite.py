@@ -1,0 +1,57 @@
+"""The production store (SQLite) inside the simulator, with the record that the checks need."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from evenroute.dist.messages import JobShape
+from evenroute.dist.protocol_store import RankWindow, Receipt, StoreError
+from evenroute.dist.rebalancer import CoreStore
+from support.simulator_history import History, SealRecord, WriteRecord
+
+
+class SqliteSimStore(CoreStore):
+    """As `SimStore`: ``contents``, ``failing``, ``missing`` and a record of all writes, over a file of its own."""
+
+    def __init__(self, number: int, history: History, job: JobShape) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="evenroute-simulator-")
+        self.failing = False
+        super().__init__(Path(self._folder.name) / "store.db", lambda: job)
+        self.number = number
+        self.contents: set[tuple[int, int, int]] = set()
+        self._history = history
+
+    @contextmanager
+    def _transaction(self, epoch: int | None) -> Iterator[Any]:
+        if getattr(self, "failing", False):
+            raise StoreError("store: disk full")
+        with super()._transaction(epoch) as connection:
+            yield connection
+            if epoch is not None:
+                self._history.writes.append(WriteRecord(self.number, epoch, self.last_epoch(), "something"))
+
+    def add_windows(  # type: ignore[override]
+        self, windows: Sequence[RankWindow], **other: Any
+    ) -> list[Receipt]:
+        receipts = super().add_windows(windows, **other)
+        for receipt in receipts:
+            if receipt.stored:
+                w = receipt.window
+                content = (w.first_step, w.last_step, w.tokens, w.counts.tobytes())
+                self._history.stored.append((self.number, SealRecord(w.run, w.rank, w.seq, content)))
+                self.contents.add((w.run, w.rank, w.seq))
+        return receipts
+
+    @property
+    def missing(self) -> dict[tuple[int, int], int]:
+        """Windows reported missing, by run and rank."""
+        return {(state.run, state.rank): state.missing for state in self.rank_states()}
+
+    def close(self) -> None:
+        """Close and remove the file."""
+        super().close()
+        self._folder.cleanup()
