@@ -1,6 +1,6 @@
-"""What a migration costs while serving, and that it never hangs: run on every rank under torchrun (NCCL or gloo).
+"""What a migration costs while serving, and that it never hangs (NCCL on GPUs, gloo on the CPU).
 
-    torchrun --standalone --nproc-per-node 2 -m evenroute.tools.bench_migration --report out.json
+    evenroute bench migration --report out.json          # or under torchrun, on every rank
 
 Parts: `steps` (step time before, during, after a rebalance, a blocking migration beside it, bandwidth against a plain
 exchange of the same bytes), `throughput` (large batches, before and after, with the balancedness), `endurance` (many
@@ -18,7 +18,6 @@ import statistics
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,14 @@ import torch.distributed as torch_dist
 from numpy.typing import NDArray
 
 from evenroute.dist.chunk_runner import ChunkRecord
-from evenroute.dist.exchange import Move, post
+from evenroute.dist.exchange import MigrationError, Move, post
+from evenroute.dist.watchdog import end_process
 from evenroute.eplb.loads import balancedness, rank_loads
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.planner import plan_placement
+from evenroute.tools.bench_migration_options import launch, parse
 from evenroute.tools.bench_moe_model import BenchModel, GraphStep, ModelSizes, StepClock
-from evenroute.tools.moe_driver import MoeDriver
+from evenroute.tools.moe_driver import MoeDriver, VoteFailedError
 
 TOLERANCE = 2e-2
 
@@ -293,38 +294,13 @@ class Bench:
             torch.cuda._sleep(int(chance.random() * 6_000_000))  # type: ignore[no-untyped-call]  # cycles: up to about 3 ms
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The bench's flags."""
-    parser = argparse.ArgumentParser(
-        prog="bench_migration", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--parts", default="steps,throughput,endurance")
-    add("--layers", type=int, default=3)
-    add("--experts", type=int, default=256)
-    add("--slots", type=int, default=288)
-    add("--top-k", type=int, default=8)
-    add("--hidden", type=int, default=7168)
-    add("--intermediate", type=int, default=2048)
-    add("--tokens", type=int, default=128, help="rows a rank and step (steps, endurance)")
-    add("--steps", type=int, default=200)
-    add("--large-tokens", type=int, default=8192)
-    add("--large-steps", type=int, default=10)
-    add("--endurance-steps", type=int, default=10_000)
-    add("--check-every", type=int, default=500)
-    add("--chunk-mib", type=float, default=64)
-    add("--staging-layers", type=int, default=2)
-    add("--zipf-exponent", type=float, default=1.2)
-    add("--policy", default="global", help="of the planner")
-    add("--limit-s", type=float, default=300.0, help="of the process groups' collectives")
-    add("--report", type=Path)
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Runs this rank; rank 0 prints one JSON object. Exit status 1 if an output was wrong."""
-    args = parse(argv)
+    """Runs this rank (or starts all of them); rank 0 prints one JSON object. Exit status 1 if an output was wrong."""
+    argv = sys.argv[1:] if argv is None else argv
     on_gpu = torch.cuda.is_available()
+    args = parse(argv, on_gpu, __doc__)
+    if "RANK" not in os.environ:
+        return launch(argv, args.ranks or (torch.cuda.device_count() if on_gpu else 2))
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -351,7 +327,12 @@ def main(argv: list[str] | None = None) -> int:
     }
     for part in args.parts.split(","):
         began = time.perf_counter()
-        report[part] = getattr(bench, f"{part}_part")()
+        try:
+            report[part] = getattr(bench, f"{part}_part")()
+        except (MigrationError, VoteFailedError) as error:
+            end_process(
+                f"rank {bench.model.rank}: {error}"
+            )  # the device may wait for a dead rank: no clean-up
         if bench.model.rank == 0:
             print(
                 f"{part}: {time.perf_counter() - began:.1f} s {json.dumps(report[part])}",
