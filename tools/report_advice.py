@@ -35,8 +35,9 @@ def _lines(facts: dict[str, Any], size: ExpertSize) -> list[tuple[str, str]]:
         ),
         (
             "evidence",
-            f"{facts['num_windows']} stretches in {len(facts['workloads'])} files, {count(facts['tokens'])} tokens a "
-            f"layer; hottest expert {uneven['mean']:.1f} x mean (worst layer {uneven['worst']:.1f})",
+            f"{plural(facts['num_windows'], 'stretch', 'es')} in {plural(len(facts['workloads']), 'file')}, "
+            f"{count(facts['tokens'])} tokens a layer; hottest expert {uneven['mean']:.1f} x mean "
+            f"(worst layer {uneven['worst']:.1f})",
         ),
         ("balancedness now", f"{number(facts['balancedness_now'])} ({facts['placement_now']})"),
         ("after a plan", f"{number(facts['balancedness_after'])} with {redundant} redundant experts"),
@@ -84,6 +85,11 @@ def _ageing(facts: dict[str, Any]) -> str:
         else:
             text += f"half of the gain is lost after {lasts}" + (f" ({duration(seconds)})" if seconds else "")
     return text + ("" if other is None else f"; under another file's plan {other:.4f}")
+
+
+def plural(number: int, word: str, ending: str = "s") -> str:
+    """ "1 file", "12 files"."""
+    return f"{number:,} {word}{'' if number == 1 else ending}"
 
 
 def duration(seconds: float) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from evenroute.eplb.load_history import History, Using
 from evenroute.eplb.load_report import derived_tokens, named_balancedness, placement_facts
 from evenroute.eplb.load_skew import RankLoadMap, skew
-from evenroute.eplb.loads import balancedness
+from evenroute.eplb.loads import Balancedness, balancedness
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.placement_file import write_beside_and_rename
 from evenroute.eplb.planner import plan_placement
@@ -118,49 +118,70 @@ def history_html(path: Path, histories: Sequence[History], settings: Asked) -> N
     write_beside_and_rename(path, page(page_data(histories, settings)).encode())
 
 
+Panel = tuple[str, NDArray[np.float64], Balancedness]
+
+
 def history_png(path: Path, histories: Sequence[History], settings: Asked) -> None:
-    """Write one image of the first history: heatmaps before and after, per-layer balancedness.
+    """Write one image of the first history: heatmaps now and after a plan, balancedness per layer.
 
     Raises ValueError when matplotlib is not installed.
     """
+    history = histories[0]
+    balance = history.balancedness()
+    assert balance is not None and history.rank_total is not None  # noqa: PT018
+    panels = [("now", history.rank_total, balance)]
+    title = f"{history.source.path.name}: {plural(history.num_windows, 'window')}"
+    if balance.has_load.any():
+        placement, moves, _ = planned(history, settings)
+        ranks = RankLoadMap.of(placement)(history.total)
+        panels.append((f"after a plan with {placement.num_slots} slots", ranks, balancedness(ranks)))
+        title += f"; {moves:,} slots would move"
+    names = [history.source.layer_name(row) for row in range(history.source.num_layers)]
+    _draw(path, title, panels, names)
+
+
+def plan_png(path: Path, title: str, loads: NDArray[np.float64], before: Placement, after: Placement) -> None:
+    """Write one image of a plan for ``loads [L, E]``: rank loads before and after.
+
+    Raises ValueError when matplotlib is not installed.
+    """
+    panels = []
+    for name, placement in (("before", before), ("after", after)):
+        ranks = RankLoadMap.of(placement)(loads)
+        panels.append((f"{name}, {placement.num_slots} slots", ranks, balancedness(ranks)))
+    _draw(path, title, panels, list(range(len(loads))))
+
+
+def _draw(path: Path, title: str, panels: Sequence[Panel], names: Sequence[int]) -> None:
+    """Heatmaps side by side, balancedness per layer below."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--png needs matplotlib: pip install 'evenroute[report]'") from None
-    history = histories[0]
-    balance = history.balancedness()
-    assert balance is not None and history.rank_total is not None  # noqa: PT018
-    panels = [("now", history.rank_total, balance)]
-    subtitle = ""
-    if balance.has_load.any():
-        placement, moves, _ = planned(history, settings)
-        ranks = RankLoadMap.of(placement)(history.total)
-        panels.append((f"after a plan with {placement.num_slots} slots", ranks, balancedness(ranks)))
-        subtitle = f"; {moves:,} slots would move"
     figure = Figure(figsize=(12, 7.2), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, len(panels), height_ratios=[3, 1.2])
-    windows = plural(history.num_windows, "window")
-    figure.suptitle(f"{history.source.path.name}: {windows}{subtitle}", fontsize=11)
-    for column, (title, loads, found) in enumerate(panels):
+    figure.suptitle(title, fontsize=11)
+    for column, (name, loads, found) in enumerate(panels):
         axis = figure.add_subplot(grid[0, column])
         image = _heat(axis, loads)
         mean = "no data" if found.mean is None else f"{found.mean:.4f}"
-        axis.set_title(f"{title}: balancedness {mean}", fontsize=10)
+        axis.set_title(f"{name}: balancedness {mean}", fontsize=10)
         axis.set_xlabel("rank")
         axis.set_ylabel("layer")
     figure.colorbar(image, ax=figure.axes, label="log2(load / mean of its layer)", shrink=0.6)
     below = figure.add_subplot(grid[1, :])
-    names = [history.source.layer_name(row) for row in range(history.source.num_layers)]
-    for title, _, found in panels:
+    for name, _, found in panels:
         values = np.where(found.has_load, found.per_layer, np.nan)
-        below.plot(names, values, marker=".", linewidth=1.2, label=title)
+        below.plot(names, values, marker=".", linewidth=1.2, label=name)
     below.set_ylim(0, 1.03)
     below.set_xlabel("layer")
     below.set_ylabel("balancedness")
     below.legend(loc="lower right", fontsize=8)
-    figure.savefig(path, format="png")
+    beside = path.with_name(f".{path.name}.partial")
+    figure.savefig(beside, format="png")
+    beside.replace(path)
 
 
 def _heat(axis: Any, loads: NDArray[np.float64]) -> Any:

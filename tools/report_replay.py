@@ -19,7 +19,7 @@ def show(
 ) -> None:
     """Print one row per way to run, and the answer on redundancy if it was asked."""
     out = console()
-    wide = out.width >= 100
+    wide = out.width >= 112
     columns = [
         "ranks",
         "redundant",
@@ -52,7 +52,7 @@ def show(
             "no data" if gain is None else f"{-100 * gain + 0.0:+.1f} %".replace("-0.0", "0.0"),
         ]
         if wide:
-            row.append(sparkline([point["mean"] for point in run["points"]], min(24, out.width - 96)))
+            row.append(sparkline([point["mean"] for point in run["points"]], min(24, out.width - 102)))
         rows.append(row)
     out.print(plain_table(f"{runs[0]['num_windows']:,} windows", columns, rows))
     out.print()
