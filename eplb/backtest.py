@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenroute.eplb.loads import balancedness, rank_loads
+from evenroute.eplb.loads import placement_balancedness
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.planner_full import full_placement
 from evenroute.eplb.planner_moves import MoveLimits, moved_placement
@@ -84,7 +84,7 @@ def backtest(
             planned, _ = plan_windows(past, how, make)
             moved += int(now.moved_slots(planned).sum())
             now = planned
-            mean = balancedness(rank_loads(windows[at], now)).mean
+            mean = placement_balancedness(windows[at], now).mean
             if mean is not None:
                 results.append(mean)
         scores[how] = float(np.mean(results)) if results else 1.0

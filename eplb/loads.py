@@ -130,3 +130,10 @@ def balancedness(rank_loads: ArrayLike) -> Balancedness:
         worst_layer=worst_layer,
         total=float((per_layer * weights).sum() / weights.sum()),
     )
+
+
+def placement_balancedness(loads: ArrayLike, placement: Placement) -> Balancedness:
+    """Balancedness of ``placement`` under loads ``[L, E]``; independent of their scale, however large."""
+    array = validate_loads(loads)
+    largest = float(array.max()) if array.size else 0.0
+    return balancedness(rank_loads(array / largest if largest > 0 else array, placement))

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenroute.eplb.backtest import backtest
-from evenroute.eplb.loads import Balancedness, balancedness, rank_loads
+from evenroute.eplb.loads import Balancedness, placement_balancedness
 from evenroute.eplb.locality import crossing_fraction, localize, validate_source_loads
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.planner_auto import Candidate, best_candidate, score_of
@@ -99,8 +99,8 @@ def _hierarchy_notice(loads: NDArray[np.float64], made: Placement, request: _Req
     spilled = f" ({request.spill:.1%} of slots may leave their node)" if request.spill else ""
     return (
         f"keeping {request.num_groups} groups on {made.topology.num_nodes} nodes{spilled} gives "
-        f"{figure(balancedness(rank_loads(loads, made)).mean)}, at most {figure(bound)} without leaving; "
-        f"a global plan reaches {figure(balancedness(rank_loads(loads, flat)).mean)}"
+        f"{figure(placement_balancedness(loads, made).mean)}, at most {figure(bound)} without leaving; "
+        f"a global plan reaches {figure(placement_balancedness(loads, flat).mean)}"
     )
 
 
@@ -133,7 +133,7 @@ def _auto(loads: NDArray[np.float64], request: _Request) -> tuple[Placement, str
         crossing = None
         if request.source_loads is not None:
             crossing = crossing_fraction(made, request.source_loads)
-        result = balancedness(rank_loads(loads, made))
+        result = placement_balancedness(loads, made)
         score = score_of(
             result, moves, slots, crossing, loads, current, made, request.limits.cost, request.at_start
         )
@@ -225,8 +225,8 @@ def plan_placement(
 
     kept: list[Placement] = []  # keeps the ids in `reasons` alive
     placement, planned_for = plan_windows(array, how, make)
-    before = balancedness(rank_loads(planned_for, in_use))
-    predicted = balancedness(rank_loads(planned_for, placement))
+    before = placement_balancedness(planned_for, in_use)
+    predicted = placement_balancedness(planned_for, placement)
     moves = in_use.moved_slots(placement)
     won, reason = reasons.get(id(placement), (policy, ""))
     if not reason:
@@ -243,6 +243,8 @@ def plan_placement(
 
 def _noise_notice(windows: NDArray[np.float64], how: str, topology: Topology, num_slots: int) -> list[str]:
     """A line if these counts (whole numbers only) are too few to plan from."""
+    if windows.size == 0 or windows.max() > 2.0**53:
+        return []
     counted = windows[-1] if how == "last" else windows.sum(axis=0)
     if not counted.any() or (counted != np.rint(counted)).any():
         return []

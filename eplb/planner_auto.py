@@ -48,8 +48,9 @@ def score_of(
         if cost is None:
             score -= MOVE_PRICE * moves / max(1, num_slots)
         else:
-            before = rank_loads(loads, current).max(axis=1).sum()
-            after = rank_loads(loads, made).max(axis=1).sum()
+            scaled = loads / max(float(loads.max(initial=0.0)), np.finfo(np.float64).tiny)
+            before = float(rank_loads(scaled, current).max(axis=1).sum())
+            after = float(rank_loads(scaled, made).max(axis=1).sum())
             saved = cost.moe_time_fraction * (1 - after / before) if before > 0 else 0.0
             seconds = moves * cost.seconds_per_slot(current.topology.ep_size, current.topology.num_nodes)
             score = float(saved - seconds / cost.seconds_in_use)

@@ -93,11 +93,14 @@ def _search(
     if limits.max_moves is not None and num_layers:
         # A layer gets at most a few times its part of the budget; beyond that its hull is flat.
         most = min(most, 4 * -(-limits.max_moves // num_layers) + 8, limits.max_moves)
-    levels = WEIGHTED_LEVELS if weighted else (1.0,)
-    if weighted and limits.target is not None:
-        levels = (min(levels[0], 1 + (1 / limits.target - 1) / 2), levels[1])
-    elif weighted and limits.max_moves is None:
-        levels = (UNLIMITED_LEVEL, levels[1])
+    levels: tuple[float, ...] = (1.0,)
+    if weighted:
+        low, high = WEIGHTED_LEVELS
+        if limits.target is not None:
+            low = min(low, 1 + (1 / limits.target - 1) / 2)
+        elif limits.max_moves is None:
+            low = UNLIMITED_LEVEL
+        levels = (low, high)
     paths = Paths.empty(len(levels), num_layers, min(2 * most, 2 * num_slots))
 
     def search(first: int, last: int) -> None:

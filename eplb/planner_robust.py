@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.loads import balancedness, rank_loads
+from evenroute.eplb.loads import placement_balancedness
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.windows import combine_windows, frequencies
 
@@ -18,7 +18,7 @@ ROBUST_STEP = 1.0
 
 def worst_window(windows: NDArray[np.float64], placement: Placement) -> float:
     """Smallest mean balancedness over the windows; 1.0 without load."""
-    means = [balancedness(rank_loads(loads, placement)).mean for loads in windows]
+    means = [placement_balancedness(loads, placement).mean for loads in windows]
     return min((mean for mean in means if mean is not None), default=1.0)
 
 
@@ -40,7 +40,7 @@ def plan_windows(
     for _ in range(ROBUST_ROUNDS):
         combined = np.asarray((each * weights[:, None, None]).sum(axis=0))
         placement = make(combined)
-        means = [balancedness(rank_loads(loads, placement)).mean for loads in windows]
+        means = [placement_balancedness(loads, placement).mean for loads in windows]
         scores = np.array([1.0 if mean is None else mean for mean in means])
         if best is None or scores.min() > best[0] + 1e-12:
             best = (float(scores.min()), placement, combined)

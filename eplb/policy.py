@@ -1,0 +1,177 @@
+"""When to plan, and how much: shares often, a few moves when they pay, a full plan only at the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evenroute.eplb.loads import placement_balancedness, validate_loads
+from evenroute.eplb.placement import Placement
+from evenroute.eplb.planner import Plan, plan_placement
+from evenroute.eplb.planner_moves import MoveCost
+from evenroute.eplb.topology import Topology
+from evenroute.eplb.windows import frequencies, sampling_loss
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """Dead bands and budgets; balancedness is a mean over layers.
+
+    Attributes:
+        share_gain: new shares only where a layer gains that much ...
+        share_mean_gain: ... and only if all layers together gain that much.
+        move_gain: moves only for that much more than shares alone give, on top of what noise can feign.
+        target: moves stop there.
+        max_move_fraction: part of all slots that one plan may move.
+        noise: sampling loss that the smoothed loads are kept below; fewer tokens a window, longer memory.
+        cost: moves must also gain more time than they cost.
+        uneven_shares: False where the dispatch cannot honour shares: moves then balance even ones.
+    """
+
+    share_gain: float = 0.005
+    share_mean_gain: float = 0.001
+    move_gain: float = 0.01
+    target: float = 0.99
+    max_move_fraction: float = 0.02
+    noise: float = 0.004
+    cost: MoveCost | None = None
+    uneven_shares: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("share_gain", "share_mean_gain", "move_gain", "max_move_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)}, expected a number in [0, 1]")
+        for name in ("target", "noise"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)}, expected a number in (0, 1]")
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """What to do now: ``action`` is stay, shares, moves or full; ``plan`` is None for stay."""
+
+    action: str
+    reason: str
+    plan: Plan | None
+
+
+class RebalancePolicy:
+    """Decides window by window. Deterministic: the same windows and placements give the same decisions.
+
+    Loads are smoothed just enough to keep sampling noise below ``settings.noise``: a window with many tokens
+    counts alone, small ones are averaged over several.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        num_slots: int,
+        settings: PolicySettings | None = None,
+        *,
+        num_threads: int | None = None,
+    ) -> None:
+        self.topology = topology
+        self.num_slots = num_slots
+        self.settings = settings or PolicySettings()
+        self.num_threads = num_threads
+        self._smoothed: NDArray[np.float64] | None = None
+        self._assignments = 0.0  # what the smoothed loads are worth, in counted assignments a layer
+        self._full_wanted = True
+
+    def request_full_plan(self) -> None:
+        """Plan from scratch at the next window, whatever it moves."""
+        self._full_wanted = True
+
+    def skip_start(self) -> None:
+        """The placement in use was planned before: no full plan at the first window."""
+        self._full_wanted = False
+
+    def _observe(self, counts: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Fold a window into the smoothed loads ``[L, E]``, in counts of the assignments they are worth."""
+        share = frequencies(counts)
+        busy = np.asarray(counts.any(axis=1))
+        counted = float(counts.sum(axis=1)[busy].mean())
+        loss = float(sampling_loss(counts, self.topology, self.num_slots)[busy].mean())
+        # An average that weighs the newest by w is worth (2 - w) / w windows; that many keep the noise down.
+        windows = max(1.0, (loss / self.settings.noise) ** 2)
+        weight = 2.0 / (1.0 + windows)
+        if self._smoothed is None:
+            self._smoothed, self._assignments = share, counted
+        else:
+            # While few windows are in, each counts alike.
+            weight = max(weight, counted / (self._assignments + counted))
+            old = self._smoothed.any(axis=1, keepdims=True)
+            mixed = np.where(old, (1 - weight) * self._smoothed + weight * share, share)
+            self._smoothed = np.where(busy[:, None], mixed, self._smoothed)
+            variance = (1 - weight) ** 2 / self._assignments + weight**2 / counted
+            self._assignments = 1.0 / variance
+        return np.asarray(self._smoothed * self._assignments)
+
+    def decide(self, counts: ArrayLike, placement: Placement) -> Decision:
+        """Decide after a window.
+
+        Args:
+            counts: ``[L, E]`` of the window that just ended.
+            placement: the one in use (all layers switched).
+
+        Raises:
+            ValueError: counts that do not fit the placement, or bad ones.
+        """
+        window = validate_loads(
+            counts, num_layers=placement.num_layers, num_logical_experts=placement.num_logical_experts
+        )
+        if not window.any():
+            return Decision("stay", "the window holds no load", None)
+        loads = self._observe(window)
+        if self._full_wanted:
+            return self._full(loads, placement)
+        settings = self.settings
+        before = placement_balancedness(loads, placement).mean or 0.0
+        busy = loads.any(axis=1)
+        noise = float(sampling_loss(loads, self.topology, self.num_slots)[busy].mean())
+        shares = self._plan(loads, placement, "shares" if settings.uneven_shares else "stay")
+        with_shares = shares.predicted.mean or 0.0
+        wanted = settings.move_gain + noise
+        if with_shares < settings.target - wanted:
+            moved = self._plan(loads, placement, "weighted" if settings.uneven_shares else "incremental")
+            after, moves = moved.predicted.mean or 0.0, int(moved.moves.sum())
+            if moves and after - with_shares >= wanted:
+                reason = (
+                    f"moves: {moves} slots raise balancedness {before:.4f} -> {after:.4f}, "
+                    f"{after - with_shares:.4f} more than shares alone (needed {wanted:.4f}, noise {noise:.4f})"
+                )
+                return Decision("moves", reason, moved)
+        if with_shares >= before + settings.share_mean_gain:
+            reason = f"shares: balancedness {before:.4f} -> {with_shares:.4f}, nothing moves"
+            return Decision("shares", reason, shares)
+        reason = (
+            f"stay: balancedness {before:.4f}; shares gain {with_shares - before:.4f} (needed "
+            f"{settings.share_mean_gain}), moves less than {wanted:.4f} (noise {noise:.4f})"
+        )
+        return Decision("stay", reason, None)
+
+    def _full(self, loads: NDArray[np.float64], placement: Placement) -> Decision:
+        self._full_wanted = False
+        plan = self._plan(loads, placement, "global")
+        if not int(plan.moves.sum()):
+            return Decision("stay", f"stay: no full plan is better; {plan.reason}", None)
+        return Decision("full", f"full plan (start or request): {plan.reason}", plan)
+
+    def _plan(self, loads: NDArray[np.float64], placement: Placement, policy: str) -> Plan:
+        settings = self.settings
+        few = policy in ("weighted", "incremental")
+        budget = int(settings.max_move_fraction * placement.physical_to_logical.size)
+        return plan_placement(
+            loads,
+            topology=self.topology,
+            num_slots=self.num_slots,
+            current=placement,
+            policy=policy,
+            target=settings.target if few and settings.cost is None else None,
+            max_moves=budget if few else None,
+            cost=settings.cost if few else None,
+            share_gain=settings.share_gain,
+            num_threads=self.num_threads,
+        )
