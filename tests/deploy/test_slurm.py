@@ -1,0 +1,139 @@
+"""The sbatch script, run by bash with stand-ins of `srun` and `scontrol`: what it starts where, and a small job."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.command import evenroute
+from support.command_lines import parse_evenroute, parse_torchrun
+from support.control_plane import child_environment, wait_for
+from support.deploy_files import DEPLOY
+from support.job import free_port
+
+SCRIPT = DEPLOY / "slurm/evenroute.sbatch"
+NODES = ("node-a", "node-b")
+
+SCONTROL = """#!/bin/sh
+[ "$1 $2" = "show hostnames" ] || exit 1
+printf '%s\\n' $NODE_NAMES
+"""
+# Takes its own flags off, notes what it was asked for, and runs the rest: once, or once a node.
+SRUN = """#!{python}
+import json, os, subprocess, sys
+flags = []
+words = sys.argv[1:]
+while words and words[0].startswith("-"):
+    flags.append(words.pop(0))
+with open(os.environ["SRUN_LOG"], "a") as log:
+    log.write(json.dumps([flags, words]) + "\\n")
+if os.environ.get("SRUN_DRY"):
+    sys.exit(0)
+once = any(flag.startswith("--nodelist=") for flag in flags)
+if once:
+    os.execvp(words[0], words)  # srun hands its signals on to its step
+copies = int(os.environ["SLURM_JOB_NUM_NODES"])
+running = [subprocess.Popen(words, env={{**os.environ, "SLURM_NODEID": str(n)}}) for n in range(copies)]
+sys.exit(max(process.wait() for process in running))
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job on two "nodes", with stand-ins first on the PATH."""
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    programs = {
+        "scontrol": SCONTROL,
+        "srun": SRUN.format(python=sys.executable),
+        "evenroute": f'#!/bin/sh\nexec {sys.executable} -m evenroute.tools.cli "$@"\n',
+        "torchrun": f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n',
+    }
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    assert evenroute("keygen", tmp_path / "home/keys").status == 0
+    return child_environment() | {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "EVENROUTE_HOME": str(tmp_path / "home"),
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_JOB_ID": "4711",
+        "NODE_NAMES": " ".join(NODES),
+        "SRUN_LOG": str(tmp_path / "srun.log"),
+    }
+
+
+def calls(cluster: dict[str, str]) -> list[tuple[list[str], list[str]]]:
+    path = Path(cluster["SRUN_LOG"])
+    return [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_what_is_started_where(cluster: dict[str, str]) -> None:
+    done = subprocess.run(
+        ["bash", str(SCRIPT)], env=cluster | {"SRUN_DRY": "1"}, capture_output=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: len(calls(cluster)) >= 2, 10, "both calls of srun")
+    by_program = {words[0]: (flags, words[1:]) for flags, words in calls(cluster)}
+    flags, words = by_program["evenroute"]
+    assert f"--nodelist={NODES[0]}" in flags
+    assert {"--nodes=1", "--ntasks=1", "--overlap"} <= set(flags)
+    parsed = parse_evenroute(words)
+    assert parsed["bind"] == "tcp://0.0.0.0:7421"
+    assert str(parsed["store"]).endswith("home/store/4711.db")
+    flags, words = by_program["torchrun"]
+    assert "--ntasks-per-node=1" in flags
+    assert words[words.index("--rdzv-endpoint") + 1] == f"{NODES[0]}:29400"
+    options = parse_torchrun(words)
+    assert options is not None
+    assert (options.topology.ep_size, options.topology.num_nodes) == (16, 2)
+    assert options.rebalancer == f"tcp://{NODES[0]}:7421"
+    assert options.keys is not None
+
+
+def test_script_is_valid_bash() -> None:
+    done = subprocess.run(["bash", "-n", str(SCRIPT)], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    lines = SCRIPT.read_text().splitlines()
+    directives = [line for line in lines if line.startswith("#SBATCH ")]
+    first_command = next(index for index, line in enumerate(lines) if line and not line.startswith("#"))
+    assert all(lines.index(line) < first_command for line in directives), (
+        "sbatch reads no directive after a command"
+    )
+    names = {line.split()[1].split("=")[0] for line in directives}
+    assert names <= {
+        *("--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--exclusive"),
+        *("--time", "--signal", "--output"),
+    }
+
+
+@pytest.mark.slow
+def test_a_small_job_of_two_nodes_runs_and_leaves_nothing(cluster: dict[str, str], tmp_path: Path) -> None:
+    port, report = free_port(), tmp_path / "report.json"
+    engine = (
+        f"evenroute.tools.stress --layers 2 --num-nodes 2 --tokens 32 --steps 120 --step-delay 0.02 --routing zipf "
+        f"--rebalancer tcp://127.0.0.1:{port} --keys {tmp_path}/home/keys/rank.toml --report {report}"
+    )
+    environment = cluster | {
+        "NODE_NAMES": "127.0.0.1 127.0.0.1",
+        "GPUS_PER_NODE": "1",
+        "EVENROUTE_PORT": str(port),
+        "RENDEZVOUS_PORT": str(free_port()),
+        "ENGINE_COMMAND": engine,
+    }
+    done = subprocess.run(["bash", str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert json.loads(report.read_text())
+    assert (tmp_path / "home/store/4711.db").exists()
+    wait_for(
+        lambda: evenroute("status", f"tcp://127.0.0.1:{port}", "--timeout", 0.5).status == 2, 15, "its end"
+    )
