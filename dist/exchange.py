@@ -80,5 +80,7 @@ def wait_host(chunk: InFlight, limit_s: float) -> None:
         try:
             work.wait(timedelta(seconds=left))
         except RuntimeError as bad:
-            raise MigrationError(f"{chunk.what} did not complete within {limit_s:g} s: {bad}") from bad
+            raise MigrationError(
+                f"{chunk.what} failed or did not complete within {limit_s:g} s: {bad}"
+            ) from bad
     chunk.works.clear()

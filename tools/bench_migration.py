@@ -66,8 +66,19 @@ class Bench:
     def check(self, step: GraphStep, number: int) -> None:
         """One layer's output against logical experts."""
         layer = number % self.model.sizes.num_layers
-        self.worst = max(self.worst, self.model.check(layer, step.hidden, step.logits))
-        self.checks += 1
+        error = self.model.check(self.model.padded, layer, step.hidden, step.logits)
+        self.worst, self.checks = max(self.worst, error), self.checks + 1
+
+    def check_exact(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        """The same for the exact exchange, on the first rows of a large batch."""
+        error = self.model.check(self.model.exact, 0, hidden[:512], logits[:, :512])
+        self.worst, self.checks = max(self.worst, error), self.checks + 1
+
+    def output(self, step: GraphStep) -> torch.Tensor:
+        """Output of the first inputs, all layers."""
+        step.run(0)
+        assert step.output is not None
+        return step.output.clone()
 
     def plan(self, loads: NDArray[np.float64]) -> Placement:
         """A full plan for what was counted."""
@@ -101,6 +112,7 @@ class Bench:
         before = self.timed_steps(step, steps=steps)
         loads = model.take_loads()
         self.check(step, 0)
+        output = self.output(step)
         start, target = model.driver.live_placement(), self.plan(loads)
         records = model.mover.record_chunks()
         moved = int(start.moved_slots(target).sum())
@@ -109,6 +121,7 @@ class Bench:
         self.check(step, 1)
         after = self.timed_steps(step, steps=steps)
         self.check(step, 2)
+        same_bits = torch.equal(output, self.output(step))
         model.synchronize()
         bandwidth = self.bandwidth(records)
         blocking = self.blocking(start)
@@ -117,6 +130,7 @@ class Bench:
         return {
             "tokens": self.args.tokens,
             "moved_slots": moved,
+            "output_bits_unchanged": self.worst_of(float(not same_bits)) == 0.0,
             "expert_mib": model.expert_bytes / 2**20,
             "staging_mib": model.mover.staging_bytes / 2**20,
             "chunk_mib": model.sizes.chunk_bytes / 2**20,
@@ -206,6 +220,7 @@ class Bench:
             for number in range(3):
                 model.forward(model.exact, hidden, model.logits(tokens, first + number))
             inputs = [model.logits(tokens, first + 3 + number) for number in range(self.args.large_steps)]
+            self.check_exact(hidden, inputs[0])
             torch_dist.barrier(group=model.vote_group)
             clock = StepClock(model.device)
             for logits in inputs:
