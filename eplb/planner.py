@@ -122,6 +122,7 @@ def _auto(loads: NDArray[np.float64], request: _Request) -> tuple[Placement, str
             request.limits.max_moves_per_rank,
         )
         request = _Request(**{**vars(request), "limits": limits})
+    noise = _noise(loads, current.topology, current.num_slots)
     candidates = []
     for policy in policies:
         made = _make(loads, policy, request)
@@ -135,7 +136,16 @@ def _auto(loads: NDArray[np.float64], request: _Request) -> tuple[Placement, str
             crossing = crossing_fraction(made, request.source_loads)
         result = placement_balancedness(loads, made)
         score = score_of(
-            result, moves, slots, crossing, loads, current, made, request.limits.cost, request.at_start
+            policy,
+            result,
+            moves,
+            crossing,
+            loads,
+            current,
+            made,
+            cost=request.limits.cost,
+            noise=noise,
+            at_start=request.at_start,
         )
         candidates.append(Candidate(policy, made, score, result.mean, moves, crossing))
     winner, reason = best_candidate(candidates, slots, request.at_start)
@@ -241,20 +251,25 @@ def plan_placement(
     return Plan(placement, won, reason, before, predicted, moves, tuple(notices))
 
 
+def _noise(counted: NDArray[np.float64], topology: Topology, num_slots: int) -> float:
+    """Balancedness that a plan from these loads loses to sampling; 0 unless they are counts (whole numbers)."""
+    if not counted.any() or counted.max() > 2.0**53 or (counted != np.rint(counted)).any():
+        return 0.0
+    busy = counted[counted.any(axis=1)]
+    return float(sampling_loss(busy, topology, num_slots).mean())
+
+
 def _noise_notice(windows: NDArray[np.float64], how: str, topology: Topology, num_slots: int) -> list[str]:
-    """A line if these counts (whole numbers only) are too few to plan from."""
+    """A line if these counts are too few to plan from."""
     if windows.size == 0 or windows.max() > 2.0**53:
         return []
     counted = windows[-1] if how == "last" else windows.sum(axis=0)
-    if not counted.any() or (counted != np.rint(counted)).any():
-        return []
-    busy = counted[counted.any(axis=1)]
-    loss = float(sampling_loss(busy, topology, num_slots).mean())
+    loss = _noise(counted, topology, num_slots)
     if loss <= NOISE_LIMIT:
         return []
-    times = (loss / NOISE_LIMIT) ** 2
-    per_layer = float(busy.sum(axis=1).mean())
+    per_layer = float(counted[counted.any(axis=1)].sum(axis=1).mean())
+    needed = per_layer * (loss / NOISE_LIMIT) ** 2
     return [
         f"too few tokens: {per_layer:.4g} counted assignments a layer lose about {loss:.3f} of balancedness "
-        f"to sampling noise; {per_layer * times:.4g} are needed for {NOISE_LIMIT}"
+        f"to sampling noise; {needed:.4g} are needed for {NOISE_LIMIT}"
     ]

@@ -12,6 +12,7 @@ from evenroute.eplb.placement import Placement
 from evenroute.eplb.planner_moves import MoveCost
 
 MOVE_PRICE = 0.05  # balancedness that moving all slots must bring
+SHARE_PRICE = 0.001  # balancedness that new shares must bring
 CROSSING_PRICE = 0.02  # balancedness that sending all tokens to another node costs
 
 
@@ -28,32 +29,40 @@ class Candidate:
 
 
 def score_of(
+    policy: str,
     result: Balancedness,
     moves: int,
-    num_slots: int,
     crossing: float | None,
     loads: NDArray[np.float64],
     current: Placement,
     made: Placement,
+    *,
     cost: MoveCost | None,
-    moves_are_free: bool,
+    noise: float,
+    at_start: bool,
 ) -> float:
-    """Mean balancedness - MOVE_PRICE x part of slots moved - CROSSING_PRICE x part of tokens between nodes.
+    """Mean balancedness less what the change costs.
 
-    With a ``cost``, moving is priced by time instead: the part of the plan's life that fetching takes, over
-    the part of a step that scales with the hottest rank.
+    Moving costs MOVE_PRICE x the part of slots moved, and twice the sampling noise of the loads: the present
+    placement and the counts are both off by about that much, so such a gain may be none. New shares cost
+    SHARE_PRICE. Sending tokens between nodes costs CROSSING_PRICE x their part. With a ``cost``, moving is
+    priced by time instead: the part of the plan's life that fetching takes, against the part of a step that
+    better balance saves. At the start moving is free.
     """
     score = 0.0 if result.mean is None else result.mean
-    if not moves_are_free:
+    if cost is not None:
+        scaled = loads / max(float(loads.max(initial=0.0)), np.finfo(np.float64).tiny)
+        before = float(rank_loads(scaled, current).max(axis=1).sum())
+        after = float(rank_loads(scaled, made).max(axis=1).sum())
+        score = cost.moe_time_fraction * (1 - after / before) if before > 0 else 0.0
+    if not at_start:
+        topology = current.topology
         if cost is None:
-            score -= MOVE_PRICE * moves / max(1, num_slots)
+            score -= MOVE_PRICE * moves / max(1, made.physical_to_logical.size)
         else:
-            scaled = loads / max(float(loads.max(initial=0.0)), np.finfo(np.float64).tiny)
-            before = float(rank_loads(scaled, current).max(axis=1).sum())
-            after = float(rank_loads(scaled, made).max(axis=1).sum())
-            saved = cost.moe_time_fraction * (1 - after / before) if before > 0 else 0.0
-            seconds = moves * cost.seconds_per_slot(current.topology.ep_size, current.topology.num_nodes)
-            score = float(saved - seconds / cost.seconds_in_use)
+            seconds = moves * cost.seconds_per_slot(topology.ep_size, topology.num_nodes)
+            score -= seconds / cost.seconds_in_use
+        score -= SHARE_PRICE * (policy != "stay") + 2 * noise * (moves > 0)
     if crossing is not None:
         score -= CROSSING_PRICE * crossing
     return score
