@@ -138,12 +138,14 @@ class AgentThread:
             link.reconnect()
 
     def _add_take(self, take: Take) -> None:
-        take.buffer.wait()
-        with self.lock:
-            out = self.core.add_counts(
-                take.first_step, take.last_step, take.tokens, take.buffer.counts, time.monotonic()
-            )
-        take.release(take.buffer)
+        try:
+            take.buffer.wait()
+            with self.lock:
+                out = self.core.add_counts(
+                    take.first_step, take.last_step, take.tokens, take.buffer.counts, time.monotonic()
+                )
+        finally:
+            take.release(take.buffer)
         self._send(out)
 
     def _receive(self, frames: list[bytes]) -> None:

@@ -47,17 +47,9 @@ class RebalancerSettings:
     max_rank_silence_s: float = 10.0  # a rank not heard for so long is reported missing
     version_limit_s: float = 30.0  # first time-out of a version that is not taken up; doubles
     listen_s: float = 10.0  # at start: ranks of a known run are waited for so long
-    end_limit_s: float = 5.0
 
     def __post_init__(self) -> None:
-        for name in (
-            "keep_windows_s",
-            "roll_up_s",
-            "max_rank_silence_s",
-            "version_limit_s",
-            "listen_s",
-            "end_limit_s",
-        ):
+        for name in ("keep_windows_s", "roll_up_s", "max_rank_silence_s", "version_limit_s", "listen_s"):
             _require("rebalancer", name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
         _require(
             "rebalancer", "log_level", self.log_level, self.log_level in LOG_LEVELS, " | ".join(LOG_LEVELS)

@@ -22,6 +22,7 @@ PREFIX: Final = "evenroute_"
 COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "windows_received": ("Windows stored, each once.", ()),
     "windows_duplicate": ("Windows that came again and were only acknowledged.", ()),
+    "windows_merged": ("Windows that cover several, merged while a rank could not send.", ()),
     "windows_missing": ("Windows that never came: of a dead rank or a lost store.", ()),
     "windows_rejected": ("Windows refused for impossible shapes or counts.", ()),
     "windows_ignored": ("Windows of another run or before the life began.", ()),
@@ -66,6 +67,7 @@ def counter_values(status: Status) -> dict[str, list[tuple[tuple[str, ...], floa
     plain = {
         "windows_received": "windows_stored",
         "windows_duplicate": "windows_duplicate",
+        "windows_merged": "windows_merged",
         "windows_missing": "windows_missing",
         "windows_rejected": "windows_rejected",
         "windows_ignored": "windows_ignored",

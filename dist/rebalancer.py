@@ -166,6 +166,7 @@ class Rebalancer:
         self._stop_signal = 0
         self._windows: list[tuple[bytes, Window]] = []
         self._batch_at = 0.0
+        self._merged = self._merged_run = self._shortest = 0
         self._last_status = self._build_status(now)
         if settings.metrics_bind:
             metrics = parse_address(f"tcp://{settings.metrics_bind}", field="rebalancer.metrics_bind")
@@ -263,6 +264,7 @@ class Rebalancer:
                 continue
             message = self._decode(received)
             if isinstance(message, Window):
+                self._note_merged(message)
                 if not self._windows:
                     self._batch_at = now + _BATCH_S
                 self._windows.append((received.peer, message))
@@ -274,6 +276,15 @@ class Rebalancer:
                 self._serve_keys(now)
         if self._windows and time.monotonic() >= self._batch_at:
             self._store_batch()
+
+    def _note_merged(self, window: Window) -> None:
+        """A rank's window that covers more steps than the run's shortest: unsent ones were merged in it."""
+        if window.run != self._merged_run:
+            self._merged_run, self._shortest = window.run, 0
+        steps = window.last_step - window.first_step + 1
+        if self._shortest and steps > self._shortest:
+            self._merged += 1
+        self._shortest = min(self._shortest, steps) if self._shortest else steps
 
     def _store_batch(self) -> None:
         windows, self._windows = self._windows, []
@@ -365,6 +376,7 @@ class Rebalancer:
         extra = {
             f"rejected_{kind}": self._rejected[kind] for kind in ("decode", "content", "role", "internal")
         }
+        extra["windows_merged"] = self._merged
         extra["frames_dropped"] = self._link.dropped
         extra["rejected_decode"] += self._link.malformed
         extra["rejected_content"] += self.core.counters.messages_rejected

@@ -18,14 +18,13 @@ from support.chaos import (
 )
 from support.control_plane import wait_for
 
-pytestmark = pytest.mark.slow
-
 
 def check_no_process_left(job):
     for process in job.processes:
         assert not os.path.exists(f"/proc/{process.pid}"), "a process of the job is left"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_kill_9_of_a_rank_ends_the_others_in_time_and_names_it(tmp_path, victim):
     """B28 (b). What it took with it is stated: its counts up to the last step in the store are there, exactly."""
@@ -54,6 +53,7 @@ def test_kill_9_of_a_rank_ends_the_others_in_time_and_names_it(tmp_path, victim)
         assert "not heard for 2 s" in reasons[0]
 
 
+@pytest.mark.slow
 def test_sigstop_of_a_rank_for_two_seconds(tmp_path):
     with rebalancer_in(tmp_path) as rebalancer, job_on(tmp_path / "job", rebalancer.bind, 3) as job:
         wait_new_version(job)
@@ -64,6 +64,7 @@ def test_sigstop_of_a_rank_for_two_seconds(tmp_path):
         end_and_check(job, [rebalancer.store], gap_s=4.0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_enters_is_waited_for_as_long_as_stated(tmp_path):
     """B28 (a): limit 3 s; the others leave within 10 s and name operation, version and rank."""
     with rebalancer_in(tmp_path) as rebalancer:
@@ -80,6 +81,7 @@ def test_a_rank_that_never_enters_is_waited_for_as_long_as_stated(tmp_path):
                 assert "(step 10" in job.log(rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("late_s", "limit_s"), [(3.0, 100.0), (200.0, 20.0)])
 def test_a_rank_that_comes_late_is_waited_for_up_to_the_limit(tmp_path, late_s, limit_s):
     """B28 (c)."""
@@ -95,6 +97,7 @@ def test_a_rank_that_comes_late_is_waited_for_up_to_the_limit(tmp_path, late_s, 
             assert "3/4 ranks joined within 20 s, missing: rank 3" in job.log(0), job.log(0)
 
 
+@pytest.mark.slow
 def test_sigterm_while_blocked_in_a_vote_ends_at_once(tmp_path):
     """B36 (d): a rank that waits for the others' vote in native code answers SIGTERM."""
     with rebalancer_in(tmp_path) as rebalancer:
@@ -108,6 +111,7 @@ def test_sigterm_while_blocked_in_a_vote_ends_at_once(tmp_path):
             assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_ranks_end_in_time_while_the_rebalancer_is_stopped_and_count_what_is_unsent(tmp_path):
     """B36 (a): close waits its stated limit, then says how much was not known to be stored."""
     with rebalancer_in(tmp_path) as rebalancer:
@@ -126,6 +130,7 @@ def test_ranks_end_in_time_while_the_rebalancer_is_stopped_and_count_what_is_uns
         check_stored_of_the_dead(job, rebalancer.store)
 
 
+@pytest.mark.slow
 def test_uncounted_steps_are_no_load(tmp_path):
     """Warm-up steps (`count=False`) are routed and agreed on like all others, and leave no count behind."""
     with rebalancer_in(tmp_path) as rebalancer:
@@ -135,6 +140,7 @@ def test_uncounted_steps_are_no_load(tmp_path):
         assert versions(job)[0] == (0, 0)
 
 
+@pytest.mark.slow
 def test_an_idle_rank_reports_zero_and_not_missing(tmp_path):
     """B09 (b) on the control plane: rank 1 has no tokens at all, and takes part in everything."""
     with rebalancer_in(tmp_path) as rebalancer:

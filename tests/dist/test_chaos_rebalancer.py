@@ -26,8 +26,6 @@ from support.chaos import (
 )
 from support.control_plane import child_environment, wait_for
 
-pytestmark = pytest.mark.slow
-
 
 def test_sigstop_for_five_seconds_then_the_stream_is_whole_again(tmp_path):
     """B23: routing is not blocked, memory stays bounded, nothing is lost, no restart is needed."""
@@ -47,6 +45,7 @@ def test_sigstop_for_five_seconds_then_the_stream_is_whole_again(tmp_path):
         assert max(w.last_step - w.first_step for w in reader.windows()) > 100
 
 
+@pytest.mark.slow
 def test_three_lives_on_one_store(tmp_path):
     with rebalancer_in(tmp_path) as rebalancer, job_on(tmp_path / "job", rebalancer.bind) as job:
         epochs = []
@@ -61,6 +60,7 @@ def test_three_lives_on_one_store(tmp_path):
         end_and_check(job, [rebalancer.store])
 
 
+@pytest.mark.slow
 def test_a_lost_store_heals_from_the_ranks(tmp_path):
     """The next life has never heard of the job: it takes an epoch above the ranks', asks for their rows, goes on."""
     with rebalancer_in(tmp_path) as rebalancer, job_on(tmp_path / "job", rebalancer.bind) as job:
@@ -85,6 +85,7 @@ def test_a_lost_store_heals_from_the_ranks(tmp_path):
         check_stored(job, [kept / "run.db", rebalancer.store])
 
 
+@pytest.mark.slow
 def test_a_job_that_starts_first_is_found_later(tmp_path):
     """B22 (d): it starts on its own placement; the rebalancer says from when it has data; nothing is lost."""
     rebalancer = rebalancer_in(tmp_path)
@@ -98,6 +99,7 @@ def test_a_job_that_starts_first_is_found_later(tmp_path):
             end_and_check(job, [rebalancer.store])
 
 
+@pytest.mark.slow
 def test_a_frozen_master_that_wakes_up_is_ignored(tmp_path):
     """Its locks are gone (a lease that ran out), another one leads: it ends itself and moves nobody."""
     old = rebalancer_in(tmp_path, name="old", bind=f"ipc://{tmp_path}/r.sock")
@@ -119,6 +121,7 @@ def test_a_frozen_master_that_wakes_up_is_ignored(tmp_path):
             end_and_check(job, [old.store])
 
 
+@pytest.mark.slow
 def test_take_over_on_request(tmp_path):
     first = rebalancer_in(tmp_path, name="first", bind=f"ipc://{tmp_path}/r.sock")
     with first, job_on(tmp_path / "job", first.bind) as job:
@@ -133,6 +136,7 @@ def test_take_over_on_request(tmp_path):
             end_and_check(job, [second.store])
 
 
+@pytest.mark.slow
 def test_no_room_on_the_disk_counts_errors_and_routing_goes_on(tmp_path):
     def ignore():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -156,6 +160,7 @@ def test_no_room_on_the_disk_counts_errors_and_routing_goes_on(tmp_path):
         end_and_check(job, [rebalancer.store])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jump", [86400.0, -86400.0])
 def test_a_clock_that_jumps_changes_nothing_that_counts(tmp_path, jump):
     offset = tmp_path / "offset"
@@ -188,6 +193,7 @@ def test_a_clock_that_jumps_changes_nothing_that_counts(tmp_path, jump):
         process.wait(timeout=10)
 
 
+@pytest.mark.slow
 def test_a_misbehaving_planner_leaves_the_placement_in_use(tmp_path, monkeypatch):
     """B29: good, raises, hangs, crashes, garbage, then good again; two ranks route all the time."""
     script = tmp_path / "script"
@@ -218,6 +224,7 @@ def test_a_misbehaving_planner_leaves_the_placement_in_use(tmp_path, monkeypatch
         end_and_check(job, [rebalancer.store])
 
 
+@pytest.mark.slow
 def test_kill_9_of_the_planner_process(tmp_path):
     with rebalancer_in(tmp_path) as rebalancer, job_on(tmp_path / "job", rebalancer.bind) as job:
         wait_new_version(job)
@@ -231,6 +238,7 @@ def test_kill_9_of_the_planner_process(tmp_path):
         end_and_check(job, [rebalancer.store])
 
 
+@pytest.mark.slow
 def test_a_new_job_starts_with_the_newest_placement(tmp_path):
     """B22 (b), (c): versions went on; who starts then has the newest one before its first step."""
     with rebalancer_in(tmp_path) as rebalancer:
@@ -247,6 +255,7 @@ def test_a_new_job_starts_with_the_newest_placement(tmp_path):
             end_and_check(again, [rebalancer.store])
 
 
+@pytest.mark.slow
 def test_a_required_rebalancer_that_is_not_there_ends_the_start_in_time(tmp_path):
     agent = {"require_rebalancer": True, "start_limit_s": 2.0}
     with job_on(tmp_path / "job", f"ipc://{tmp_path}/nobody.sock", agent=agent) as job:

@@ -21,6 +21,7 @@ class LinkProxy:
         self.front, self.back = front, back
         self.drop, self.duplicate, self.delay_s = drop, duplicate, delay_s
         self.cut = False
+        self.cut_down = False  # only what comes from `back`
         self.forwarded = self.dropped = self.duplicated = 0
         self._random = random.Random(seed)
         self._stop = threading.Event()
@@ -38,7 +39,7 @@ class LinkProxy:
         """No more faults."""
         self.drop = self.duplicate = 0.0
         self.delay_s = (0.0, 0.0)
-        self.cut = False
+        self.cut = self.cut_down = False
 
     def _run(self):
         context = zmq.Context()
@@ -60,6 +61,9 @@ class LinkProxy:
             for identity, peer in peers.items():
                 if peer in ready:
                     for frames in self._read(peer):
+                        if self.cut_down:
+                            self.dropped += 1
+                            continue
                         number = self._queue(waiting, number, front, [identity, *frames])
             while waiting and waiting[0][0] <= time.monotonic():
                 _, _, socket, frames = heapq.heappop(waiting)
