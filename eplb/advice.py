@@ -207,8 +207,8 @@ def _moves_a_plan(workloads: Sequence[Workload], settings: AdviceSettings, redun
     series = longest.windows if len(longest.windows) > 1 else [w.total for w in workloads]
     if len(series) < 2:
         return None
-    step = max(1, len(series) // 8)
-    places = list(range(0, len(series), step))[:9]
+    step = max(1, len(series) // 5)
+    places = list(range(0, len(series), step))[:6]
     topology = Topology(settings.ep_size, settings.num_nodes)
     slots = series[0].shape[1] + redundant
     current, moved = planned(series[places[0]], settings, redundant), []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from evenroute.eplb.load_skew import Floats, RankLoadMap, quick_balancedness
 from evenroute.eplb.placement import Placement, replica_counts
-from evenroute.eplb.planner import POLICIES, plan_placement
+from evenroute.eplb.planner import POLICIES, Plan, plan_placement
+from evenroute.eplb.policy import PolicySettings, RebalancePolicy
 from evenroute.eplb.topology import Topology, automatic_redundant_experts
 
 PREDICTORS = ("last", "mean", "decay")
 DISPATCHES = ("dynamic", "static")
-REPLAY_POLICIES = ("none", *POLICIES)
+REPLAY_POLICIES = ("none", "rebalancer", *POLICIES)
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,9 @@ class ReplaySettings:
 
     Attributes:
         num_redundant_experts: slots beyond one an expert.
-        policy: "none" never moves anything; the others are the planner's.
+        policy: "none" never moves anything; "rebalancer" decides window by window as the rebalancer does
+            (`RebalancePolicy`: a full plan first, then shares and few moves; it smooths loads itself, so `predictor`,
+            `history` and `dead_band` have no part in it); the others are the planner's, asked at every interval.
         interval: windows between two plans.
         predictor: loads a plan is made for: the last window, the mean of the last `history`, or all of them with a
             weight that halves every `history` windows.
@@ -222,6 +225,8 @@ class Replay:
         self._map = load_map(self._placement, settings.dispatch)
         self._without = plain_map(num_layers, num_logical_experts, settings.ep_size)
         self._predictor = _Predictor(settings)
+        self._policy = _policy_of(settings, slots) if settings.policy == "rebalancer" else None
+        self._since: Floats = np.zeros((num_layers, num_logical_experts))  # counts since the last decision
         self._pending: tuple[int, Placement, int] | None = None
         self._window = 0
 
@@ -234,7 +239,10 @@ class Replay:
         self.result.sum_mean_load += float(loads.mean(axis=1).sum())
         self.result.sum_max_load += float(maxima.sum())
         self.result.sum_max_without += float(self._without(counts).max(axis=1).sum())
-        self._predictor.add(np.asarray(counts, dtype=np.float64))
+        if self._policy is None:
+            self._predictor.add(np.asarray(counts, dtype=np.float64))
+        else:
+            self._since += counts
         self._window += 1
         planned = self._plan()
         point = ReplayPoint(self._window - 1, mean, total, moves, planned)
@@ -254,9 +262,17 @@ class Replay:
         return moves
 
     def _plan(self) -> bool:
+        """Plan if it is time; whether a plan was made (used or not)."""
         settings = self.settings
         if settings.policy == "none" or self._window % settings.interval or self._pending is not None:
             return False
+        if self._policy is not None:
+            decision = self._policy.decide(self._since, self._placement)
+            self._since = np.zeros_like(self._since)
+            self.result.num_plans += 1
+            if decision.plan is not None:
+                self._use(decision.plan)
+            return True
         loads = self._predictor.loads()
         if not loads.any():
             return False
@@ -271,11 +287,22 @@ class Replay:
             max_moves=settings.max_moves,
         )
         self.result.num_plans += 1
-        better = (plan.predicted.total or 0.0) - (plan.before.total or 0.0)
-        same = plan.placement.digest() == self._placement.digest()
-        if not same and better >= settings.dead_band:
-            self._pending = (self._window + settings.delay, plan.placement, int(plan.moves.sum()))
+        if (plan.predicted.total or 0.0) - (plan.before.total or 0.0) >= settings.dead_band:
+            self._use(plan)
         return True
+
+    def _use(self, plan: Plan) -> None:
+        """Put a plan to use after the delay, unless nothing would change."""
+        if plan.placement.digest() != self._placement.digest():
+            self._pending = (self._window + self.settings.delay, plan.placement, int(plan.moves.sum()))
+
+
+def _policy_of(settings: ReplaySettings, num_slots: int) -> RebalancePolicy:
+    """The rebalancer's policy; static dispatch cannot honour shares."""
+    known = PolicySettings(uneven_shares=settings.dispatch == "dynamic")
+    if settings.target is not None:
+        known = replace(known, target=settings.target)
+    return RebalancePolicy(settings.topology, num_slots, known)
 
 
 def plain_map(num_layers: int, num_logical_experts: int, ep_size: int) -> RankLoadMap:

@@ -21,7 +21,7 @@ Loads = Annotated[
     list[Path], typer.Argument(metavar="LOADS...", help="Stores, dumps, folders or files, in order.")
 ]
 Interval = Annotated[str, typer.Option(help="Windows between plans; a list N,N,... compares.")]
-Policy = Annotated[str, typer.Option(help="Policies; a list compares; `none` never moves anything.")]
+Policy = Annotated[str, typer.Option(help="Policies; a list compares (`none`: never move).")]
 Redundant = Annotated[str | None, typer.Option(help="Redundant experts; a list N,N,... compares.")]
 EpSize = Annotated[str | None, typer.Option(help="Ranks; a list N,N,... compares.")]
 NumSlots = Annotated[int | None, typer.Option(min=1, help="Slots over all ranks, instead of --redundant.")]
@@ -51,7 +51,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout 
 def replay(
     loads: Loads,
     interval: Interval = "1",
-    policy: Policy = "none,global",
+    policy: Policy = "none,global,rebalancer",
     redundant: Redundant = None,
     ep_size: EpSize = None,
     num_slots: NumSlots = None,

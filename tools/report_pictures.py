@@ -15,7 +15,7 @@ from evenroute.eplb.load_skew import RankLoadMap, skew
 from evenroute.eplb.loads import Balancedness, balancedness
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.placement_file import write_beside_and_rename
-from evenroute.eplb.planner import plan_placement
+from evenroute.eplb.planner import figure, plan_placement
 from evenroute.eplb.topology import Topology
 
 
@@ -38,17 +38,41 @@ def planned(history: History, settings: Asked) -> tuple[Placement, int, str]:
     slots = settings.plan_slots or using.num_slots
     if settings.plan_slots is None and slots == history.source.num_logical_experts:
         slots += using.ep_size  # one redundant slot a rank: without any, a plan can only exchange places
-    start = current if current is not None and current.num_slots == slots else None
-    plan = plan_placement(history.total, topology=topology, num_slots=slots, current=_on(start, topology))
-    moves = int(plan.moves.sum())
-    if start is None and current is not None:
-        moves = int(_on(current, topology).moved_slots(plan.placement).sum())  # type: ignore[union-attr]
-    return plan.placement, moves, plan.reason
+    start = None if current is None else widened(_on(current, topology), slots)
+    plan = plan_placement(history.total, topology=topology, num_slots=slots, current=start)
+    moves = plan.moves if current is None else _on(current, topology).moved_slots(plan.placement)
+    balance = history.balancedness()
+    before = None if balance is None else balance.mean
+    reason = f"full plan: balancedness {figure(before)} -> {figure(plan.predicted.mean)}, {int(moves.sum()):,} moves"
+    return plan.placement, int(moves.sum()), reason
 
 
-def _on(placement: Placement | None, topology: Topology) -> Placement | None:
+def widened(placement: Placement, num_slots: int) -> Placement | None:
+    """The placement with more slots a rank, filled with experts that the rank lacks; None for fewer slots.
+
+    A plan for more slots compares itself with it, and so keeps experts where they are.
+    """
+    ranks = placement.topology.ep_size
+    if num_slots == placement.num_slots:
+        return placement
+    if num_slots < placement.num_slots or num_slots % ranks:
+        return None
+    more = num_slots // ranks - placement.num_local_slots
+    experts = placement.num_logical_experts
+    rows = placement.physical_to_logical.reshape(placement.num_layers, ranks, -1)
+    held = placement.holds()
+    # A rank's first missing experts, looked for from a different place on every rank.
+    order = (np.arange(experts)[None, :] + np.arange(ranks)[:, None] * more) % experts
+    missing = ~np.take_along_axis(held, np.broadcast_to(order, held.shape), axis=2)
+    place = np.argsort(~missing, axis=2, kind="stable")[:, :, :more]
+    extra = np.take_along_axis(np.broadcast_to(order, held.shape), place, axis=2)
+    wide = np.concatenate([rows, extra.astype(np.int32)], axis=2).reshape(placement.num_layers, num_slots)
+    return Placement(wide, experts, placement.topology)
+
+
+def _on(placement: Placement, topology: Topology) -> Placement:
     """The same rows over a topology with other nodes."""
-    if placement is None or placement.topology == topology:
+    if placement.topology == topology:
         return placement
     return Placement(placement.physical_to_logical, placement.num_logical_experts, topology, placement.shares)
 
@@ -138,18 +162,6 @@ def history_png(path: Path, histories: Sequence[History], settings: Asked) -> No
         title += f"; {moves:,} slots would move"
     names = [history.source.layer_name(row) for row in range(history.source.num_layers)]
     _draw(path, title, panels, names)
-
-
-def plan_png(path: Path, title: str, loads: NDArray[np.float64], before: Placement, after: Placement) -> None:
-    """Write one image of a plan for ``loads [L, E]``: rank loads before and after.
-
-    Raises ValueError when matplotlib is not installed.
-    """
-    panels = []
-    for name, placement in (("before", before), ("after", after)):
-        ranks = RankLoadMap.of(placement)(loads)
-        panels.append((f"{name}, {placement.num_slots} slots", ranks, balancedness(ranks)))
-    _draw(path, title, panels, list(range(len(loads))))
 
 
 def _draw(path: Path, title: str, panels: Sequence[Panel], names: Sequence[int]) -> None:

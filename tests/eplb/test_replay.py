@@ -8,6 +8,7 @@ import pytest
 from evenroute.eplb.loads import balancedness, rank_loads
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.planner import plan_placement
+from evenroute.eplb.policy import RebalancePolicy
 from evenroute.eplb.replay import (
     Replay,
     ReplaySettings,
@@ -188,3 +189,33 @@ def test_static_dispatch_loads_sum_to_the_loads() -> None:
 def test_wrong_settings(changes: dict[str, object], part: str) -> None:
     with pytest.raises(ValueError, match=part):
         Replay(LAYERS, EXPERTS, settings(**changes))
+
+
+def test_rebalancer_policy_decides_like_the_rebalancer(windows: np.ndarray) -> None:
+    """A full plan first, then what `RebalancePolicy` says about the same windows, and no more."""
+    big = windows * 1000
+    made = run(big, policy="rebalancer")
+    policy = RebalancePolicy(Topology(RANKS), 20)
+    placement = Placement.initial(LAYERS, EXPERTS, 20, Topology(RANKS))
+    actions = []
+    for window in big:
+        decision = policy.decide(window, placement)
+        actions.append(decision.action)
+        placement = placement if decision.plan is None else decision.plan.placement
+    assert actions[0] == "full"
+    assert made.result.points[0].planned
+    last = made._pending[1] if made._pending is not None else made.result.placement
+    assert last is not None
+    assert last.digest() == placement.digest()
+    assert made.result.num_plans == len(big)
+    assert made.result.moves < run(big, policy="global").result.moves
+
+
+def test_rebalancer_policy_adds_windows_up_between_decisions(windows: np.ndarray) -> None:
+    made = run(windows * 1000, policy="rebalancer", interval=4)
+    policy = RebalancePolicy(Topology(RANKS), 20)
+    start = Placement.initial(LAYERS, EXPERTS, 20, Topology(RANKS))
+    first = policy.decide((windows * 1000)[:4].sum(axis=0), start)
+    assert first.plan is not None
+    assert made.result.points[4].moves == int(first.plan.moves.sum())
+    assert [point.window for point in made.result.points if point.planned] == [3, 7, 11]

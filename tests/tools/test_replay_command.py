@@ -26,8 +26,8 @@ class TestReplay:
             "replay", loads, "--ep-size", "4,8", "--redundant", "8,16", "--interval", "1,2", "--json"
         )
         facts = outcome.json
-        # none once per (ranks, redundancy), global for both intervals
-        assert len(facts["runs"]) == 2 * 2 * 3
+        # none once per (ranks, redundancy), global and rebalancer for both intervals
+        assert len(facts["runs"]) == 2 * 2 * 5
         assert facts["num_windows"] == 8
         assert all(len(run["points"]) == 8 for run in facts["runs"])
         assert {worth["ep_size"] for worth in facts["worthwhile_redundancy"]} == {4, 8}
@@ -53,7 +53,9 @@ class TestReplay:
     def test_all_shared_files(self, shared_data: Path) -> None:
         """A plan from the last file, on twelve different workloads: far better than none, not perfect."""
         outcome = evenroute("replay", shared_data, "--ep-size", 32, "--num-slots", 288, "--json")
-        none, planned = outcome.json["runs"]
+        none, planned, rebalancer = outcome.json["runs"]
+        assert rebalancer["moves"] < 0.3 * planned["moves"]
+        assert rebalancer["balancedness_mean"] > none["balancedness_mean"] + 0.3
         assert none["balancedness_mean"] < 0.55
         assert 0.85 < planned["balancedness_mean"] < 0.95
         assert planned["step_time_gain"] > none["step_time_gain"]
