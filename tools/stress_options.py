@@ -16,9 +16,12 @@ from evenroute.eplb.topology import Topology
 from evenroute.tools.errors import fail
 
 ROUTINGS = ("fake", "uniform", "round-robin", "zipf", "trace")
-DISPATCHES = ("static", "dynamic", "dynamic-hash", "rank_invariant", "weighted")
+DISPATCHES = ("auto", "static", "dynamic", "dynamic-hash", "rank_invariant", "weighted")
 # `tokens="shared"` allows only dispatch that is a pure function of the row (design, "Dispatch").
-SHARED_DISPATCHES = ("rank_invariant", "weighted")
+SHARED_DISPATCHES = ("auto", "rank_invariant", "weighted")
+# These follow the shares that a placement carries; the others divide an expert's tokens evenly.
+SHARE_DISPATCHES = ("auto", "weighted")
+SHARE_POLICIES = ("auto", "weighted")
 POLICIES = ("auto", "global", "hierarchical", "incremental", "weighted")
 
 
@@ -87,7 +90,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="slots beyond one per expert (default: the model's)",
     )
     add("--num-nodes", type=int, default=1)
-    add("--dispatch", choices=DISPATCHES, help="default: dynamic, with --token-mode shared rank_invariant")
+    add(
+        "--dispatch",
+        choices=DISPATCHES,
+        default="auto",
+        help="default: auto, weighted once shares are uneven",
+    )
     add("--token-mode", choices=("own", "shared"), default="own")
     add("--seed", type=int, default=0)
     add("--no-reshuffle", dest="reshuffle", action="store_false", help="keep the popularity all the way")
@@ -95,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--keys", type=Path, help="this rank's key file (rank.toml), for a --rebalancer with CURVE keys")
     add("--interval-steps", type=int, default=30, help="steps between two plans of our own rebalancer")
     add("--agree-every", type=int, default=4, help="steps between two votes")
-    add("--policy", choices=POLICIES, default="auto")
+    add("--policy", choices=POLICIES, help="default: auto; incremental with a dispatch that takes no shares")
     add("--init-placement", "--init-expert-location", type=Path, help="a placement file to start from")
     add("--report", type=Path, help="write the final table as JSON")
     add("--step-delay", type=float, default=0.0, help="seconds a step takes beside the routing")
@@ -189,6 +197,18 @@ def _check_rebalancer(args: argparse.Namespace) -> None:
         load_client_keys(args.keys)
 
 
+def _policy(args: argparse.Namespace) -> str:
+    """The planner's policy; one that plans uneven shares needs a dispatch that follows them."""
+    takes_shares = args.dispatch in SHARE_DISPATCHES
+    policy: str = args.policy or ("auto" if takes_shares else "incremental")
+    if policy in SHARE_POLICIES and not takes_shares:
+        raise ValueError(
+            f"--policy: found {policy} with --dispatch {args.dispatch}, which takes no shares; expected "
+            f"{', '.join(name for name in POLICIES if name not in SHARE_POLICIES)}"
+        )
+    return policy
+
+
 def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
     """Parses and checks all flags for `ep_size` ranks.
 
@@ -210,10 +230,9 @@ def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
     num_slots = shape.num_logical_experts + shape.num_redundant_experts
     Placement.initial(1, shape.num_logical_experts, num_slots, topology)
     _check_loads(args, shape)
-    dispatch = args.dispatch or ("rank_invariant" if args.token_mode == "shared" else "dynamic")
-    if args.token_mode == "shared" and dispatch not in SHARED_DISPATCHES:
+    if args.token_mode == "shared" and args.dispatch not in SHARED_DISPATCHES:
         raise ValueError(
-            f"--dispatch: found {dispatch} with --token-mode shared, expected {' or '.join(SHARED_DISPATCHES)}"
+            f"--dispatch: found {args.dispatch} with --token-mode shared, expected {' or '.join(SHARED_DISPATCHES)}"
         )
     _check_rebalancer(args)
     if args.report is not None and not args.report.resolve().parent.is_dir():
@@ -224,7 +243,7 @@ def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
         topology=topology,
         steps=args.steps,
         tokens=args.tokens,
-        dispatch=dispatch,
+        dispatch=args.dispatch,
         token_mode=args.token_mode,
         seed=args.seed,
         exponent=args.zipf_exponent,
@@ -234,7 +253,7 @@ def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
         keys=args.keys,
         interval_steps=args.interval_steps,
         agree_every=args.agree_every,
-        policy=args.policy,
+        policy=_policy(args),
         init_placement=args.init_placement,
         report=args.report,
         step_delay=args.step_delay,

@@ -241,7 +241,8 @@ class StressRank:
             torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu (gloo)"
         )
         report["routing"] = options.routing
-        report["dispatch"] = options.dispatch
+        report["dispatch"] = self.router.dispatch
+        report["policy"] = options.policy
         report["token_mode"] = options.token_mode
         report["tokens_per_rank"] = options.tokens
         report["model"] = asdict(options.shape)

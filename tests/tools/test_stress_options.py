@@ -42,6 +42,7 @@ def stress(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--routing", "trace"], 2, "--loads: missing"),
         (["--routing", "zipf", "--loads", "x.json"], 2, "expected only with --routing trace"),
         (["--token-mode", "shared", "--dispatch", "dynamic"], 2, "--dispatch: found dynamic"),
+        (["--dispatch", "dynamic", "--policy", "auto"], 2, "--policy: found auto with --dispatch dynamic"),
         (["--rebalancer", "localhost"], 2, "--rebalancer"),
         (["--keys", "/no/such/rank.toml"], 2, "--keys: found with --rebalancer start"),
         (["--rebalancer", "ipc:///tmp/r.sock", "--store", "x.db"], 2, "--store"),
@@ -93,8 +94,8 @@ def test_loads_of_another_shape_are_refused(tmp_path: Path) -> None:
 def test_defaults_follow_the_model_and_the_token_mode() -> None:
     options = parse_options(["--model", "kimi-k2", "--token-mode", "shared"], ep_size=8)
     assert (options.shape.num_logical_experts, options.num_slots) == (384, 448)
-    assert options.dispatch == "rank_invariant"
-    assert parse_options([], ep_size=2).dispatch == "dynamic"
+    assert (options.dispatch, options.policy) == ("auto", "auto")
+    assert parse_options(["--dispatch", "dynamic"], ep_size=2).policy == "incremental"
 
 
 def test_launcher_flag_is_taken_out() -> None:
