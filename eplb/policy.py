@@ -14,6 +14,8 @@ from evenroute.eplb.planner_moves import MoveCost
 from evenroute.eplb.topology import Topology
 from evenroute.eplb.windows import frequencies, sampling_loss
 
+LEAST_WEIGHT = 0.02  # of a new window, however steady the loads are
+
 
 @dataclass(frozen=True)
 class PolicySettings:
@@ -25,17 +27,15 @@ class PolicySettings:
         move_gain: moves only for that much more than shares alone give, on top of what noise can feign.
         target: moves stop there.
         max_move_fraction: part of all slots that one plan may move.
-        noise: sampling loss that the smoothed loads are kept below; fewer tokens a window, longer memory.
         cost: moves must also gain more time than they cost.
         uneven_shares: False where the dispatch cannot honour shares: moves then balance even ones.
     """
 
     share_gain: float = 0.005
     share_mean_gain: float = 0.001
-    move_gain: float = 0.01
-    target: float = 0.99
+    move_gain: float = 0.003
+    target: float = 0.995
     max_move_fraction: float = 0.02
-    noise: float = 0.004
     cost: MoveCost | None = None
     uneven_shares: bool = True
 
@@ -43,9 +43,8 @@ class PolicySettings:
         for name in ("share_gain", "share_mean_gain", "move_gain", "max_move_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}, expected a number in [0, 1]")
-        for name in ("target", "noise"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}, expected a number in (0, 1]")
+        if not 0 < self.target <= 1:
+            raise ValueError(f"target={self.target}, expected a number in (0, 1]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +59,8 @@ class Decision:
 class RebalancePolicy:
     """Decides window by window. Deterministic: the same windows and placements give the same decisions.
 
-    Loads are smoothed just enough to keep sampling noise below ``settings.noise``: a window with many tokens
-    counts alone, small ones are averaged over several.
+    Loads are smoothed as far as they are steady: a window that differs from the past by no more than sampling
+    explains is averaged with it, one that differs more counts for more (a scalar Kalman filter).
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class RebalancePolicy:
         self.settings = settings or PolicySettings()
         self.num_threads = num_threads
         self._smoothed: NDArray[np.float64] | None = None
-        self._assignments = 0.0  # what the smoothed loads are worth, in counted assignments a layer
+        self._windows = 0
         self._full_wanted = True
 
     def request_full_plan(self) -> None:
@@ -93,21 +92,30 @@ class RebalancePolicy:
         share = frequencies(counts)
         busy = np.asarray(counts.any(axis=1))
         counted = float(counts.sum(axis=1)[busy].mean())
-        loss = float(sampling_loss(counts, self.topology, self.num_slots)[busy].mean())
-        # An average that weighs the newest by w is worth (2 - w) / w windows; that many keep the noise down.
-        windows = max(1.0, (loss / self.settings.noise) ** 2)
-        weight = 2.0 / (1.0 + windows)
+        self._windows += 1
         if self._smoothed is None:
-            self._smoothed, self._assignments = share, counted
+            self._smoothed, weight = share, 1.0
         else:
-            # While few windows are in, each counts alike.
-            weight = max(weight, counted / (self._assignments + counted))
+            weight = max(self._surprise(counts, share), 1.0 / self._windows, LEAST_WEIGHT)
             old = self._smoothed.any(axis=1, keepdims=True)
             mixed = np.where(old, (1 - weight) * self._smoothed + weight * share, share)
             self._smoothed = np.where(busy[:, None], mixed, self._smoothed)
-            variance = (1 - weight) ** 2 / self._assignments + weight**2 / counted
-            self._assignments = 1.0 / variance
-        return np.asarray(self._smoothed * self._assignments)
+        return np.asarray(self._smoothed * (counted / weight))
+
+    def _surprise(self, counts: NDArray[np.float64], share: NDArray[np.float64]) -> float:
+        """Weight of the new window: the part of its squared difference that sampling does not explain.
+
+        Counts are Poisson, so the difference squared over the expectation is 1 on average if nothing changed;
+        if it is D, the filter's gain is 1 - 1 / D.
+        """
+        assert self._smoothed is not None
+        total = counts.sum(axis=1, keepdims=True)
+        expected = self._smoothed * total
+        known = expected > 1.0
+        if not known.any():
+            return 1.0
+        difference = (share * total - expected)[known] ** 2 / expected[known]
+        return float(max(0.0, 1.0 - 1.0 / max(float(difference.mean()), 1.0)))
 
     def decide(self, counts: ArrayLike, placement: Placement) -> Decision:
         """Decide after a window.
