@@ -11,6 +11,7 @@ from evenroute.routing._lists import (
     EXHAUSTED,
     exchange,
     merge,
+    merge_halves,
     replaced,
     sort4,
     take_best,
@@ -22,6 +23,7 @@ from evenroute.routing._scores import (
     clean_logit,
     exp_close,
     inverse_image,
+    inverse_key,
     key_image,
     order_image,
 )
@@ -59,7 +61,7 @@ def load_chunk(logit_row, chunk, exists, SHAPE: tl.constexpr, FORM: tl.constexpr
     if FORM[4]:
         mask = mask & present
     pointer = logit_row[:, :, None] + expert
-    return clean_logit(tl.load(pointer, mask=mask, other=float("-inf")), FORM[5])
+    return clean_logit(tl.load(pointer, mask=mask, other=float("-inf")), FORM[6], FORM[5])
 
 
 @triton.jit
@@ -103,6 +105,35 @@ def row_bias(bias_row, marked_ptr, marked, expert, mask, HAS_MARKED: tl.constexp
 
 
 @triton.jit
+def load_bias(
+    bias_row, marked_ptr, marked, chunk, SHAPE: tl.constexpr, FORM: tl.constexpr, SCORE: tl.constexpr
+):
+    """Bias [32, ROWS, 4] of one chunk; 0 if there is none."""
+    if SCORE[2]:
+        expert, present = expert_of(chunk, FORM[0], FORM[1], FORM[2], FORM[3])
+        wide = tl.broadcast_to(expert, SHAPE)
+        mask = tl.broadcast_to(present, SHAPE)
+        return row_bias(bias_row[:, :, None], marked_ptr, marked[:, :, None], wide, mask, SCORE[3], SCORE[4])
+    else:
+        return 0.0
+
+
+@triton.jit
+def images_of(
+    x, bias, chunk, largest, denominator, SHAPE: tl.constexpr, FORM: tl.constexpr, SCORE: tl.constexpr
+):
+    """Key images [32, ROWS, 4] of one chunk's clean logits and bias; absent experts are EXCLUDED."""
+    key = base_key(x, largest[:, :, None], denominator[:, :, None], SCORE[0], SCORE[1])
+    if SCORE[2]:
+        key += bias
+    image = key_image(key)
+    if FORM[4]:
+        present = expert_of(chunk, FORM[0], FORM[1], FORM[2], FORM[3])[1]
+        image = tl.where(tl.broadcast_to(present, SHAPE), image, EXCLUDED)
+    return image
+
+
+@triton.jit
 def chunk_images(
     logit_row,
     bias_row,
@@ -116,18 +147,10 @@ def chunk_images(
     FORM: tl.constexpr,
     SCORE: tl.constexpr,
 ):
-    """Key images [32, ROWS, 4] of one chunk; absent experts are EXCLUDED."""
-    expert, present = expert_of(chunk, FORM[0], FORM[1], FORM[2], FORM[3])
-    mask = tl.broadcast_to(present, SHAPE)
+    """Key images [32, ROWS, 4] of one chunk, loads and all."""
     x = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
-    key = base_key(x, largest[:, :, None], denominator[:, :, None], SCORE[0], SCORE[1])
-    if SCORE[2]:
-        wide = tl.broadcast_to(expert, SHAPE)
-        key += row_bias(bias_row[:, :, None], marked_ptr, marked[:, :, None], wide, mask, SCORE[3], SCORE[4])
-    image = key_image(key)
-    if FORM[4]:
-        image = tl.where(mask, image, EXCLUDED)
-    return image
+    bias = load_bias(bias_row, marked_ptr, marked, chunk, SHAPE, FORM, SCORE)
+    return images_of(x, bias, chunk, largest, denominator, SHAPE, FORM, SCORE)
 
 
 @triton.jit
@@ -174,23 +197,43 @@ def kept_lanes(
     ROWS: tl.constexpr,
 ):
     """[32, ROWS] bool: lanes of the TG best groups, from the lanes' two largest images. LANES lanes make a group."""
-    first = tl.where(first <= NAN_KEY, float("-inf"), inverse_image(first))
-    second = tl.where(second <= NAN_KEY, float("-inf"), inverse_image(second))
-    if LANES > 1:
-        shape: tl.constexpr = [32 // LANES, LANES, ROWS]
-        first = tl.reshape(first, shape)
-        if TOP2:
-            first, second = tl.reduce((first, tl.reshape(second, shape)), 1, _top_two)
-            score = first + second
-        else:
-            score = tl.max(first, axis=1)
-        score = tl.reshape(tl.broadcast_to(tl.expand_dims(score, 1), shape), [32, ROWS])
-    elif TOP2:
+    first = tl.where(first <= NAN_KEY, float("-inf"), inverse_key(first))
+    second = tl.where(second <= NAN_KEY, float("-inf"), inverse_key(second))
+    # Butterflies over the lanes of a group: every lane ends with its group's two largest.
+    for step in tl.static_range(5):
+        if (1 << step) < LANES:
+            other = tl.gather(first, lane ^ (1 << step), axis=0)
+            if TOP2:
+                another = tl.gather(second, lane ^ (1 << step), axis=0)
+                second = tl.maximum(tl.minimum(first, other), tl.maximum(second, another))
+            first = tl.maximum(first, other)
+    score = first
+    if TOP2:
         score = first + second
-    else:
-        score = first
     group = lane // LANES
     image = tl.where(group < G, key_image(score), EXCLUDED)
+    if G <= 16:
+        # Rank of the own group: how many others are larger, or equal and earlier.
+        # A pair's order is that of the highest bit in which the two groups differ.
+        rank = tl.zeros([32, ROWS], tl.int32)
+        for step in tl.static_range(1, 32 // LANES):
+            other = tl.gather(image, lane ^ (step * LANES), axis=0)
+            rank += (
+                other
+                > image
+                - (
+                    (
+                        group
+                        >> (
+                            0
+                            if step < 2
+                            else (1 if step < 4 else (2 if step < 8 else (3 if step < 16 else 4)))
+                        )
+                    )
+                    & 1
+                )
+            ).to(tl.int32)
+        return (rank < TG) & (group < G)
     kept = lane < 0
     for _ in tl.static_range(TG):
         top = tl.max(image, axis=0, keep_dims=True)
@@ -261,9 +304,11 @@ def choose_by_lists(
     largest,
     denominator,
     lane,
+    ready,
     K: tl.constexpr,
     CHUNKS: tl.constexpr,
     DEPTH: tl.constexpr,
+    EARLY: tl.constexpr,
     TG: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     TOP2: tl.constexpr,
@@ -273,26 +318,39 @@ def choose_by_lists(
 ):
     """(image, payload) [32, ROWS]: lane k holds the k-th best pair of its row; and which rows' lists ran out."""
     ROWS: tl.constexpr = SHAPE[1]
+    loaded = ()
+    if EARLY:
+        # Short batches are all latency: every load is on its way before the first is needed.
+        for chunk in tl.static_range(CHUNKS):
+            x = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
+            bias = load_bias(bias_row, marked_ptr, marked, chunk, SHAPE, FORM, SCORE)
+            loaded = loaded + ((x, bias, chunk_payloads(payload_ptr, chunk, SHAPE, FORM, SCORE)),)
     keys = ()
     pays = ()
     for chunk in tl.static_range(CHUNKS):
-        image = chunk_images(
-            logit_row, bias_row, marked_ptr, marked, chunk, exists, largest, denominator, SHAPE, FORM, SCORE
-        )
-        payload = chunk_payloads(payload_ptr, chunk, SHAPE, FORM, SCORE)
+        if EARLY:
+            x, bias, payload = loaded[chunk]
+        else:
+            x = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
+            bias = load_bias(bias_row, marked_ptr, marked, chunk, SHAPE, FORM, SCORE)
+            payload = chunk_payloads(payload_ptr, chunk, SHAPE, FORM, SCORE)
+        image = images_of(x, bias, chunk, largest, denominator, SHAPE, FORM, SCORE)
         new_keys, new_pays = sort4(split4(image, ROWS), split4(payload, ROWS))
         if chunk == 0:
             keys = new_keys
             pays = new_pays
+        elif len(keys) == 4 and DEPTH >= 8:
+            keys, pays = merge_halves(keys, pays, new_keys, new_pays)
         else:
             keys, pays = merge(keys, pays, new_keys, new_pays, DEPTH)
     COMPLETE: tl.constexpr = len(keys) >= CHUNKS * 4 or len(keys) >= K
     kept = lane >= 0
     if TG > 0:
         kept = kept_lanes(keys[0], keys[1], lane, FORM[2], TG, GROUP_LANES, TOP2, ROWS)
-        keys = replaced(keys, 0, tl.where(kept, keys[0], EXCLUDED))
+    # `ready` is true of every row that counts: an early use of what else would be loaded last of all.
+    keys = replaced(keys, 0, tl.where(kept & ready, keys[0], EXCLUDED))
     best_key, best_pay = take_best(keys, pays, lane, K, COMPLETE)
-    failed = tl.max(tl.where(lane < K, best_key, EXCLUDED)) == EXHAUSTED
+    failed = tl.max(tl.where(lane < K, best_pay, -1)) == EXHAUSTED
     return best_key, best_pay, kept, failed
 
 
@@ -371,7 +429,9 @@ def choose_by_bound(
             position = source * FORM[0] + place
             expert = (position // FORM[3]) * (FORM[1] // FORM[2]) + position % FORM[3]
         expert = tl.where(taken, expert, 0)
-        x = clean_logit(tl.load(logit_row + expert, mask=taken & exists, other=float("-inf")), FORM[5])
+        x = clean_logit(
+            tl.load(logit_row + expert, mask=taken & exists, other=float("-inf")), FORM[6], FORM[5]
+        )
         key = base_key(x, largest, denominator, SCORE[0], SCORE[1])
         if SCORE[2]:
             key += row_bias(bias_row, marked_ptr, marked, expert, taken, SCORE[3], SCORE[4])
@@ -397,9 +457,11 @@ def choose_best(
     largest,
     denominator,
     lane,
+    ready,
     K: tl.constexpr,
     CHUNKS: tl.constexpr,
     DEPTH: tl.constexpr,
+    EARLY: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SLOTS: tl.constexpr,
     TG: tl.constexpr,
@@ -443,9 +505,11 @@ def choose_best(
             largest,
             denominator,
             lane,
+            ready,
             K,
             CHUNKS,
             DEPTH,
+            EARLY,
             TG,
             GROUP_LANES,
             TOP2,

@@ -36,9 +36,12 @@ def replaced(values, INDEX: tl.constexpr, value):
 
 
 @triton.jit
-def exchange(keys, pays, A: tl.constexpr, B: tl.constexpr):
-    """Order entries A < B of a list, the larger first."""
-    swap = pair_less(keys[A], pays[A], keys[B], pays[B])
+def exchange(keys, pays, A: tl.constexpr, B: tl.constexpr, IN_ORDER: tl.constexpr = False):
+    """Order entries A < B of a list, the larger first. IN_ORDER: the payload of A is known to be the larger."""
+    if IN_ORDER:
+        swap = keys[A] < keys[B]
+    else:
+        swap = pair_less(keys[A], pays[A], keys[B], pays[B])
     key_a, key_b = tl.where(swap, keys[B], keys[A]), tl.where(swap, keys[A], keys[B])
     pay_a, pay_b = tl.where(swap, pays[B], pays[A]), tl.where(swap, pays[A], pays[B])
     keys = replaced(replaced(keys, A, key_a), B, key_b)
@@ -48,11 +51,26 @@ def exchange(keys, pays, A: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def sort4(keys, pays):
-    keys, pays = exchange(keys, pays, 0, 1)
-    keys, pays = exchange(keys, pays, 2, 3)
+    keys, pays = exchange(keys, pays, 0, 1, True)
+    keys, pays = exchange(keys, pays, 2, 3, True)
     keys, pays = exchange(keys, pays, 0, 2)
     keys, pays = exchange(keys, pays, 1, 3)
     keys, pays = exchange(keys, pays, 1, 2)
+    return keys, pays
+
+
+@triton.jit
+def merge_halves(keys, pays, new_keys, new_pays):
+    """Two sorted lists of four into one of eight: Batcher's odd-even merger. The new entries are later experts."""
+    keys = keys + new_keys
+    pays = pays + new_pays
+    for i in tl.static_range(4):
+        keys, pays = exchange(keys, pays, i, i + 4, True)
+    keys, pays = exchange(keys, pays, 2, 4)
+    keys, pays = exchange(keys, pays, 3, 5)
+    keys, pays = exchange(keys, pays, 1, 2)
+    keys, pays = exchange(keys, pays, 3, 4)
+    keys, pays = exchange(keys, pays, 5, 6)
     return keys, pays
 
 
@@ -75,7 +93,8 @@ def merge(keys, pays, new_keys, new_pays, DEPTH: tl.constexpr):
             out_keys = out_keys + (new_keys[SIZE - 1 - i],)
             out_pays = out_pays + (new_pays[SIZE - 1 - i],)
         else:
-            less = pair_less(keys[i], pays[i], new_keys[SIZE - 1 - i], new_pays[SIZE - 1 - i])
+            # Later chunks hold later experts of the lane: on equal keys the list's entry stays.
+            less = keys[i] < new_keys[SIZE - 1 - i]
             out_keys = out_keys + (tl.where(less, new_keys[SIZE - 1 - i], keys[i]),)
             out_pays = out_pays + (tl.where(less, new_pays[SIZE - 1 - i], pays[i]),)
     POWER: tl.constexpr = 4 if SIZE <= 4 else (8 if SIZE <= 8 else (16 if SIZE <= 16 else 32))

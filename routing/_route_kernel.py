@@ -9,9 +9,9 @@ import triton.language as tl
 
 from evenroute.routing._choose import ID_SHIFT, LAST_EXPERT, choose_best, row_bias, softmax_parts
 from evenroute.routing._deal import hash_row, hash_to, share_by_hash, share_by_ticket
-from evenroute.routing._scores import FLOAT_MAX, clean_logit, inverse_image, score_of
+from evenroute.routing._scores import FLOAT_MAX, clean_logit, inverse_key, score_of
 
-INFINITY_IMAGE = tl.constexpr(-2139095041)  # order_image(-inf)
+INFINITY_IMAGE = tl.constexpr(-2139095041 + 2)  # key_image(-inf)
 
 
 @triton.jit
@@ -30,12 +30,11 @@ def order_by_payload(pay, lane, K: tl.constexpr):
 def pick_slots(
     tables_ptr,
     tickets_ptr,
-    seed_ptr,
     row,
     expert,
     pay,
     valid,
-    rank_salt,
+    salt,
     ep_rank,
     FORM: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -77,9 +76,6 @@ def pick_slots(
             shared = share_by_ticket(tables_ptr + AT[2], offset, count, uneven, phase)
             replica = tl.where(uneven, shared, replica)
     else:
-        salt = rank_salt.to(tl.uint32)
-        if FORM == "hash":
-            salt = salt + tl.load(seed_ptr).to(tl.uint32) * 0x27D4EB2F
         hashes = hash_row(row, expert, salt)
         replica = hash_to(hashes, count)
         if WEIGHTED:
@@ -182,6 +178,7 @@ def route(
     GROUP_LANES: tl.constexpr,
     CHUNKS: tl.constexpr,
     DEPTH: tl.constexpr,
+    EARLY: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -223,6 +220,12 @@ def route(
     live = exists
     if HAS_VALID:
         live = row < tl.minimum(tl.load(num_valid_ptr), num_tokens)
+    salt = rank_salt.to(tl.uint32)
+    ready = live
+    if FORM == "hash":
+        seed = tl.load(seed_ptr)
+        salt = salt + seed.to(tl.uint32) * 0x27D4EB2F
+        ready = live & (seed >= 0)  # always: seeds are not negative
     ANY_BIAS: tl.constexpr = HAS_BIAS or HAS_MARKED
     logit_row = logits_ptr + row * row_stride
     bias_row = bias_ptr + row * bias_stride
@@ -231,7 +234,7 @@ def route(
         marked = tl.load(marker_ptr + row, mask=exists, other=0) != 0
     SHAPE: tl.constexpr = (32, ROWS, 4)
     RAGGED: tl.constexpr = (CHUNKS * 128) != E
-    LAYOUT: tl.constexpr = (CHUNKS * 4, E, G, GROUP_PAD, RAGGED, SOFTCAP)
+    LAYOUT: tl.constexpr = (CHUNKS * 4, E, G, GROUP_PAD, RAGGED, SOFTCAP, SCORING)
     PAYLOAD_AT: tl.constexpr = AT[5] if FORM == "static" else AT[4]
     SCORE: tl.constexpr = (SCORING, BIAS_ON_SCORE, ANY_BIAS, HAS_MARKED, HAS_BIAS, PAYLOAD)
 
@@ -259,9 +262,11 @@ def route(
             largest,
             denominator,
             lane,
+            ready,
             K,
             CHUNKS,
             DEPTH,
+            EARLY,
             SEGMENTS,
             SLOTS,
             TG,
@@ -299,20 +304,17 @@ def route(
             (MODE == "choose") and (not BY_ID) and (SCORING == "softmax") and (not ANY_BIAS)
         )
         if KEY_IS_LOGIT:
-            x = tl.where(valid & (best_key >= INFINITY_IMAGE), inverse_image(best_key), float("-inf"))
+            x = tl.where(valid & (best_key >= INFINITY_IMAGE), inverse_key(best_key), float("-inf"))
         else:
-            x = clean_logit(tl.load(logit_row + expert, mask=valid, other=float("-inf")), SOFTCAP)
+            x = clean_logit(tl.load(logit_row + expert, mask=valid, other=float("-inf")), SCORING, SOFTCAP)
             x = tl.where(valid, x, float("-inf"))
         if SCORING == "softmax" and not NEED_SUM:
             top = tl.max(tl.where(x == x, x, float("-inf")), axis=0, keep_dims=True)
             largest = tl.where(top == float("-inf"), 0.0, top)
         weight = score_of(x, largest, denominator, SCORING)
         if ANY_BIAS:
-            if MODE == "choose" and not BY_ID:
-                usable = best_key > INFINITY_IMAGE
-            else:
-                bias = row_bias(bias_row, marked_ptr, marked, expert, valid, HAS_MARKED, HAS_BIAS)
-                usable = bias >= -FLOAT_MAX
+            bias = row_bias(bias_row, marked_ptr, marked, expert, valid, HAS_MARKED, HAS_BIAS)
+            usable = bias >= -FLOAT_MAX
             weight = tl.where(usable, weight, 0.0)
     weight = tl.where(valid, weight, 0.0)
     if RENORMALIZE:
@@ -328,12 +330,11 @@ def route(
     slot = pick_slots(
         tables_ptr,
         tickets_ptr,
-        seed_ptr,
         row + row_offset,
         expert,
         pay,
         valid,
-        rank_salt,
+        salt,
         ep_rank,
         FORM,
         WEIGHTED,

@@ -36,7 +36,7 @@ def exp_close(x):
 def _exp(x):
     """exp for |x| <= 200; NaN stays NaN, subnormal results are 0."""
     high = x * LOG2E_HIGH
-    low = tl.fma(x, LOG2E_LOW, tl.fma(x, LOG2E_HIGH, -high))
+    low = tl.fma(x, LOG2E_LOW, tl.fma(x, LOG2E_HIGH, high * -1.0))
     return tl.exp2(high) * tl.fma(low, LN2, 1.0)
 
 
@@ -56,7 +56,7 @@ def sigmoid_close(x):
     """Sigmoid; NaN stays NaN, -inf gives 0 and +inf 1."""
     keep: tl.constexpr = tl.PropagateNan.ALL
     x = tl.minimum(tl.maximum(x, -100.0, propagate_nan=keep), 100.0, propagate_nan=keep)
-    return reciprocal(1.0 + _exp(-x))
+    return reciprocal(1.0 + _exp(x * -1.0))
 
 
 @triton.jit
@@ -91,9 +91,11 @@ def tanh_close(z):
 
 
 @triton.jit
-def clean_logit(x, SOFTCAP: tl.constexpr):
-    """fp32 logit, +inf as the largest finite value, NaN and -inf kept, capped."""
-    x = tl.minimum(x.to(tl.float32), FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
+def clean_logit(x, SCORING: tl.constexpr, SOFTCAP: tl.constexpr):
+    """fp32 logit, +inf as the largest finite value (a sigmoid does not mind), NaN and -inf kept, capped."""
+    x = x.to(tl.float32)
+    if SCORING != "sigmoid":
+        x = tl.minimum(x, FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
     if SOFTCAP > 0.0:
         x = tl.where(x >= -FLOAT_MAX, SOFTCAP * tanh_close(x / SOFTCAP), x)
     return x
@@ -114,8 +116,20 @@ def base_key(x, largest, denominator, SCORING: tl.constexpr, BIAS_ON_SCORE: tl.c
 
 @triton.jit
 def key_image(key):
-    """int32 image of a key that chooses; NaN below -inf."""
-    return tl.where(key != key, NAN_KEY, order_image(key))
+    """int32 image of a key that chooses, two above `order_image`; NaN wraps around to NAN_KEY, below -inf.
+
+    The device's additions give the NaN 0x7fffffff, whatever comes in; the interpreter's twin looks for it.
+    """
+    image = order_image(key) + 2
+    if INTERPRETED:
+        image = tl.where(key != key, NAN_KEY, image)
+    return image
+
+
+@triton.jit
+def inverse_key(image):
+    """Key of an image above NAN_KEY."""
+    return inverse_image(image - 2)
 
 
 @triton.jit

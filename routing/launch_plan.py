@@ -23,6 +23,7 @@ class LaunchPlan:
     depth        entries a lane list keeps; 0: choice by bound, with `segments` maxima and `slots` candidates a lane
     group_pad, group_lanes   padded size of a group and the lanes that hold it; 0 and 1 without groups
     rows, warps  of a program
+    early        all loads before any arithmetic: short batches are latency
     """
 
     chunks: int
@@ -33,6 +34,7 @@ class LaunchPlan:
     group_lanes: int
     rows: int
     warps: int
+    early: bool
 
 
 def supports_groups(config: RouterConfig) -> bool:
@@ -48,11 +50,11 @@ def overflow_chance(top_k: int, lanes: int, depth: int) -> float:
 
 
 def list_depth(top_k: int, per_lane: int, lanes: int, num_tokens: int) -> int:
-    """Entries a lane keeps: all that can be needed up to 8, else so many that one launch in 100 takes the slow path."""
+    """Entries a lane keeps: all of up to 8, else so many that one launch in 10 has a row on the slow path."""
     needed = min(top_k, per_lane)
     if per_lane <= 8:
         return needed
-    goal = 0.02 / max(min(num_tokens, 8192), 64)
+    goal = 0.1 / num_tokens
     depth = 4
     while depth < needed and overflow_chance(top_k, lanes, depth) > goal:
         depth += 1
@@ -81,7 +83,7 @@ def chosen_by_bound(top_k: int, per_lane: int, num_tokens: int) -> bool:
     """Wide rows and many columns: lists would be deep (and slow to compile); short wide batches keep lists."""
     if per_lane <= 8 or top_k <= 4:
         return False
-    return per_lane > 32 or top_k > 16 or (per_lane > 16 and num_tokens > 256)
+    return per_lane > 32 or top_k > 16 or num_tokens > (256 if per_lane > 16 else 4096)
 
 
 @lru_cache(maxsize=256)
@@ -101,15 +103,13 @@ def plan_launch(config: RouterConfig, num_tokens: int) -> LaunchPlan:
         depth = 0
         segments, slots = bound_layout(config.top_k, per_lane, used)
     rows, warps = rows_and_warps(per_lane, num_tokens)
-    return LaunchPlan(per_lane // 4, depth, segments, slots, group, group_lanes, rows, warps)
+    return LaunchPlan(
+        per_lane // 4, depth, segments, slots, group, group_lanes, rows, warps, num_tokens <= 256
+    )
 
 
 def rows_and_warps(per_lane: int, num_tokens: int) -> tuple[int, int]:
-    """Rows and warps of a program (measured on one H200, see the router's benchmark)."""
-    if num_tokens <= 256:
-        return (4, 4) if per_lane <= 8 else (1, 1)
-    if per_lane <= 4:
-        return (4, 4) if num_tokens <= 4096 else (8, 4)
-    if per_lane <= 8:
-        return (4, 2)
-    return (1, 1) if num_tokens <= 4096 or per_lane > 16 else (2, 1)
+    """Rows and warps of a program, one row a warp (measured on one H200; more rows a warp never paid)."""
+    if num_tokens <= 256 or per_lane > 8:
+        return 1, 1
+    return 2, 2

@@ -43,7 +43,9 @@ def score_experts(
             capped = config.softcap * torch.tanh(values / config.softcap)
             values = torch.where(values == -torch.inf, values, capped)
         scores = _softmax(values)
-        base = values if config.bias_domain == "logit" else torch.where(values.isnan(), values, scores)
+        base = values
+        if config.bias_domain == "score" and (bias is not None or marked_bias is not None):
+            base = torch.where(values.isnan(), values, scores)
     elif config.scoring == "sigmoid":
         base = _flush(torch.sigmoid(values))
         scores = base.nan_to_num(nan=0.0)

@@ -140,11 +140,14 @@ def launch_arguments(
         "ROWS": plan.rows,
         "CHUNKS": plan.chunks,
         "DEPTH": plan.depth,
+        "EARLY": plan.early,
         "SEGMENTS": plan.segments,
         "SLOTS": plan.slots,
         "GROUP_PAD": plan.group_pad,
         "GROUP_LANES": plan.group_lanes,
         **config_constants(config),
+        "BIAS_ON_SCORE": config.bias_domain == "score"
+        and (call.bias is not None or call.marked_bias is not None),
     }
     grid = (-(-call.num_tokens // plan.rows),)
     return grid, arguments, constants, plan.warps
@@ -162,7 +165,6 @@ def config_constants(config: RouterConfig) -> dict[str, Any]:
         "TOP2": config.topk_method == "noaux_tc",
         "SCORING": config.scoring,
         "SOFTCAP": float(config.softcap or 0.0),
-        "BIAS_ON_SCORE": config.bias_domain == "score",
         "BY_ID": config.column_order == "expert_id",
         "RENORMALIZE": config.renormalize,
         "EPSILON": float(config.renormalize_epsilon),
