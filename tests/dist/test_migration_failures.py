@@ -163,7 +163,7 @@ def test_what_would_make_tables_and_weights_disagree_is_refused() -> None:
     assert load.startswith("placement has (layers, local slots, ep_size) = (1, 6, 2), the weights")
 
 
-LIMIT_S = 4.0
+LIMIT_S = 8.0
 LOST = Case(ep_size=4, num_layers=4, num_slots=16, seed=36, chunk_bytes=1024)
 
 
@@ -200,10 +200,10 @@ def test_a_lost_rank_ends_the_job_by_the_limit_naming_operation_and_layer(how: s
 
 def _transfer_without_peer(ranks: Ranks, case: Case) -> str:
     """Below the agreement: the transfer itself has the limit."""
-    world = build_world(ranks, case, limit_s=1.0)
+    world = build_world(ranks, case, limit_s=3.0)
     target = _next(world, 38)
     if ranks.rank == 1:
-        time.sleep(3)
+        time.sleep(9)
         return "asleep"
     world.mover.open_layer(1, world.driver.live_rows[1], target.row(1))
     try:
@@ -221,7 +221,7 @@ def test_a_transfer_has_its_own_limit() -> None:
         ok, message = pool.results([0], limit_s=20)[0]
         assert ok
         assert message.startswith("migration: transfer of layer 1 (chunk ")
-        assert "did not complete within 1 s" in message
+        assert "failed or did not complete within 3 s" in message
     finally:
         pool.close()
 

@@ -136,12 +136,10 @@ def build_world(
         verify=case.verify,
         transfer_limit_s=limit_s,
     )
-    mover = WeightMover(
-        weights, tables, group=ranks.group(groups + "move", limit_s), resident=resident, config=config
-    )
+    mover = WeightMover(weights, tables, group=ranks.group(groups + "move"), resident=resident, config=config)
     mover.load(start)
     driver = MoeDriver(
-        mover, start, ranks.group(groups + "vote", limit_s), agree_every=case.agree_every, limit_s=limit_s
+        mover, start, ranks.group(groups + "vote"), agree_every=case.agree_every, limit_s=limit_s
     )
     router = Router(
         RouterConfig(

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 
 from evenroute.eplb.placement import Placement
@@ -76,3 +82,22 @@ def test_a_damaged_slot_and_a_wrong_output_are_noticed_by_all_ranks() -> None:
         assert findings[1].detail.startswith("1 slots hold other weights")
     for findings in rank_pool(2).run(_run, "own", "outputs"):
         assert not findings[0].held
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["own", "shared"])
+def test_the_whole_stress_run_with_weights(mode: str, tmp_path: Path) -> None:
+    """Real agent, real rebalancer, real weights: they move, and every invariant holds."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += ["-m", "evenroute.tools.stress", "--moe", "--layers", "4", "--num-experts", "32"]
+    command += ["--num-redundant-experts", "8", "--top-k", "4", "--num-groups", "1", "--topk-group", "1"]
+    command += ["--steps", "240", "--tokens", "64", "--step-delay", "0.05", "--policy", "global"]
+    command += ["--zipf-exponent", "1.5", "--token-mode", mode, "--report", str(tmp_path / "report.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    found = {finding["name"]: finding for finding in report["invariants"]}
+    assert found["moe outputs"]["held"]
+    assert found["moe weights"]["held"]
+    assert "received 0.000 MB" not in found["moe weights"]["detail"], "experts did move"
