@@ -356,6 +356,7 @@ def _measure(
         "seconds": round(elapsed, 2),
         "windows_a_second": round(acknowledged / elapsed, 1),
         "rebalancer_cores": round(used / elapsed, 3),
+        "rebalancer_us_a_window": round(1e6 * used / max(1, acknowledged), 1),
         "generator_cores": round((time.process_time() - own_cpu) / (time.monotonic() - began), 3),
         "lag_median_s": round(last[len(last) // 2], 4) if last else None,
         "lag_max_s": round(last[-1], 4) if last else None,

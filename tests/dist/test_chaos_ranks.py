@@ -1,9 +1,13 @@
 """Chaos, the ranks' side: killed, frozen, stuck, late, told to end; who stays leaves in time and names who did not."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
+import msgspec
 import pytest
 
 from support.chaos import (
@@ -16,7 +20,7 @@ from support.chaos import (
     versions,
     wait_new_version,
 )
-from support.control_plane import wait_for
+from support.control_plane import child_environment, wait_for
 
 
 def check_no_process_left(job):
@@ -51,6 +55,33 @@ def test_kill_9_of_a_rank_ends_the_others_in_time_and_names_it(tmp_path, victim)
             check_no_process_left(job)
         reasons = wait_for(lambda: rebalancer.status().degraded, 10, "degraded")
         assert "not heard for 2 s" in reasons[0]
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_launcher_ends_too_and_nothing_is_left(tmp_path):
+    """B28 (b): three ranks under torchrun, one gets SIGKILL: it ends within 30 s, not with 0, and leaves no process."""
+    with rebalancer_in(tmp_path) as rebalancer:
+        job = job_on(tmp_path / "job", rebalancer.bind, 3, agent={"vote_limit_s": 5.0})
+        options = tmp_path / "options.json"
+        options.write_bytes(msgspec.json.encode(job.options))
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+        with (tmp_path / "torchrun.log").open("wb") as log:
+            launcher = subprocess.Popen(
+                [sys.executable, *words, "-m", "support.rank_main", str(options)],
+                env=child_environment(),
+                stderr=log,
+                stdout=log,
+            )
+        try:
+            wait_for(lambda: all(len(job.steps(rank)) > 50 for rank in range(3)), 200, "steps under torchrun")
+            pids = [json.loads((job.folder / f"run-{rank}.json").read_text())["pid"] for rank in range(3)]
+            os.kill(pids[1], signal.SIGKILL)
+            assert launcher.wait(timeout=30) != 0
+            wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 5, "no rank is left")
+        finally:
+            launcher.kill()
+            launcher.wait(timeout=10)
+        job.check_steps()
 
 
 @pytest.mark.slow
