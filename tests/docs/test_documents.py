@@ -53,9 +53,12 @@ def text_of(path: Path) -> str:
     return path.read_text()
 
 
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
 def code_spans(text: str) -> list[str]:
-    without_blocks = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    return re.findall(r"`([^`\n]+)`", without_blocks)
+    return re.findall(r"`([^`\n]+)`", without_blocks(text))
 
 
 def is_template(argv: list[str]) -> bool:
@@ -129,7 +132,7 @@ def test_make_targets_exist(path: Path) -> None:
 def test_files_exist(path: Path) -> None:
     """Links, and code spans that look like a path of this repository."""
     text = text_of(path)
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", without_blocks(text)):
         if "://" not in target:
             assert (path.parent / target).exists(), f"{path.name}: link to {target}"
     roots = {entry.name for entry in ROOT.iterdir()}
