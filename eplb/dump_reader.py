@@ -110,7 +110,10 @@ class DumpReader:
                 raise damaged(self.path, f"{seen + 1} frames, expected {self.totals.num_frames}")
 
     def windows(self) -> Iterator[Window]:
-        """Windows in the order written."""
+        """Windows in the order written; of a dump that holds ids of tokens only, one window per pass."""
+        if not self.totals.num_windows and self.totals.num_token_frames:
+            yield from (self._counted(frame) for frame in self.tokens())
+            return
         shape = (self.header.num_layers, self.header.num_logical_experts)
         decoder = msgspec.msgpack.Decoder(WindowMeta)
         for kind, payload in self._frames():
@@ -136,6 +139,17 @@ class DumpReader:
                 meta.complete,
                 meta.label,
             )
+
+    def _counted(self, frame: TokenFrame) -> Window:
+        """The counts of one pass, from its ids."""
+        layers, experts = self.header.num_layers, self.header.num_logical_experts
+        ids = frame.ids.reshape(layers, -1).astype(np.int64)
+        if ids.size and (int(ids.min()) < -1 or int(ids.max()) >= experts):
+            raise damaged(self.path, f"ids of step {frame.step} lie outside [-1, {experts})")
+        keys = (ids + np.arange(layers)[:, None] * experts)[ids >= 0]
+        counts = np.bincount(keys, minlength=layers * experts).reshape(layers, experts)
+        tokens = int((frame.ids[0] >= 0).any(axis=1).sum()) if layers else 0
+        return Window(counts, first_step=frame.step, last_step=frame.step, tokens=tokens)
 
     def tokens(self) -> Iterator[TokenFrame]:
         """Token frames in the order written."""
@@ -214,7 +228,7 @@ def read_dump(path: Path) -> LoadSource:
         num_layers=header.num_layers,
         num_logical_experts=header.num_logical_experts,
         open_windows=reader.windows,
-        num_windows=reader.totals.num_windows,
+        num_windows=reader.totals.num_windows or reader.totals.num_token_frames,
         scope=header.scope,
         rank=header.rank,
         ranks=() if header.rank is None else (header.rank,),

@@ -38,10 +38,12 @@ def natural_key(name: str) -> list[tuple[int, int | str]]:
 def _load_npy(path: Path) -> NDArray[Any]:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
+    except OSError:
+        raise
+    except Exception as error:  # numpy parses the header as Python: SyntaxError, TokenError and more
         if "allow_pickle" in str(error) or "Python objects" in str(error):
             raise ValueError(f"{path}: holds pickled Python objects, which are never executed") from None
-        raise damaged(path, error) from None
+        raise damaged(path, " ".join(str(error).split())[:200]) from None
     if not isinstance(array, np.ndarray):
         raise damaged(path, "not one array")
     return array
@@ -90,10 +92,12 @@ def read_npz(path: Path) -> LoadSource:
             try:
                 with np.load(path, allow_pickle=False) as archive:
                     return np.asarray(archive[name])
-            except ValueError as error:
+            except OSError:
+                raise
+            except Exception as error:  # as in `_load_npy`
                 if "allow_pickle" in str(error):
                     raise ValueError("holds pickled Python objects, which are never executed") from None
-                raise
+                raise damaged(path, " ".join(str(error).split())[:200]) from None
 
         return _series(path, "numpy archive", names, read)
 

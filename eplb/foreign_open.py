@@ -132,12 +132,11 @@ def _open_file(path: Path, read_pt: PtReader | None, num_logical_experts: int | 
         head = file.read(4096)
     if not head:
         raise damaged(path, "the file is empty")
-    if f'"{SET_FORMAT}"'.encode() in head[:200]:  # `format` is the first field
-        found = load_placement_set(path)
-        return [
-            _placement_source(path, placement, content, key) for key, (placement, content) in found.items()
-        ]
-    return [_open_one(path, head, read_pt, num_logical_experts)]
+    with reading(path):
+        if f'"{SET_FORMAT}"'.encode() in head[:200]:  # `format` is the first field
+            found = load_placement_set(path)
+            return [_placement_source(path, *entry, key) for key, entry in found.items()]
+        return [_open_one(path, head, read_pt, num_logical_experts)]
 
 
 def _open_one(

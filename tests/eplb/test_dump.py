@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from evenroute.eplb.dump_format import MAGIC, DumpHeader, narrow
-from evenroute.eplb.dump_reader import DumpReader
+from evenroute.eplb.dump_reader import DumpReader, read_dump
 from evenroute.eplb.dump_recorder import DumpRecorder
 from evenroute.eplb.dump_writer import DumpWriter
 from evenroute.eplb.foreign_source import PlacementEvent, Window
@@ -86,6 +86,17 @@ class TestContent:
         assert (first.step, first.rank) == (4, 1)
         assert second.ids.shape == (LAYERS, 0, 2)
         assert second.token_ids is None
+
+    def test_ids_alone_are_counted(self, tmp_path: Path) -> None:
+        ids = np.random.default_rng(0).integers(-1, EXPERTS, (LAYERS, 5, 2))
+        ids[:, 4] = -1
+        with DumpWriter(tmp_path / "d", TOKENS) as writer:
+            writer.add_tokens(4, 1, ids)
+        (window,) = DumpReader(tmp_path / "d").windows()
+        expected = [np.bincount(row[row >= 0].ravel(), minlength=EXPERTS) for row in ids]
+        assert np.array_equal(window.counts, expected)
+        assert (window.first_step, window.tokens) == (4, int((ids[0] >= 0).any(axis=1).sum()))
+        assert read_dump(tmp_path / "d").num_windows == 1
 
 
 class TestRefusals:

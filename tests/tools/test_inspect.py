@@ -243,6 +243,18 @@ class TestUnreadable:
         path.chmod(0)
         assert_one_line_error(evenroute("inspect", path), "Permission denied")
 
+    def test_permission_as_any_user(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = loads_file(tmp_path / "l.json", B21)
+        real = Path.open
+
+        def deny(self: Path, *arguments: object, **options: object) -> object:
+            if self == path:
+                raise PermissionError(13, "Permission denied", str(self))
+            return real(self, *arguments, **options)  # type: ignore[call-overload]
+
+        monkeypatch.setattr(Path, "open", deny)
+        assert_one_line_error(evenroute("inspect", path), str(path), "Permission denied")
+
     def test_ranks_that_do_not_fit(self, tmp_path: Path) -> None:
         path = loads_file(tmp_path / "l.json", B21)
         assert_one_line_error(evenroute("inspect", path, "--num-slots", 5, "--ep-size", 2), "num_slots=5")

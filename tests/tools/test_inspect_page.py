@@ -73,6 +73,15 @@ def test_page_holds_the_figures_of_the_json(page: Path, dump: Path) -> None:
     assert source["placements"][0]["window"] == 6
 
 
+def test_several_sources_share_a_page(dump: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.npy"
+    np.save(other, random_counts(2, 3, 8))
+    target = tmp_path / "page.html"
+    assert evenroute("inspect", dump, other, "--html", target).status == 0
+    raw = target.read_text().split('type="application/json">', 1)[1].split("</script>", 1)[0]
+    assert [source["name"] for source in json.loads(raw)["sources"]] == ["run.evd", "other.npy"]
+
+
 @needs_chromium
 def test_page_draws_and_answers_the_mouse(page: Path, tmp_path: Path) -> None:
     """Heatmaps are painted; hovering shows a cell, clicking a row shows its layer, sorting re-orders."""
