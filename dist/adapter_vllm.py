@@ -12,7 +12,8 @@ configured with. Every worker process must call it before it builds its EPLB sta
 
 The interface had three forms so far, told apart by what the engine's own `AbstractEplbPolicy` declares:
 "maps": a classmethod that returns (physical_to_logical, logical_to_physical, replica counts); "map": the same, but
-returning physical_to_logical alone; "context": a method over one context object that returns a plan. Another form is refused.
+returning physical_to_logical alone; "context": a method over one context object that returns a plan. Another form is
+refused.
 
 What it can't do: uneven shares (vLLM's router spreads an expert's tokens evenly over its replicas), a switch agreed
 between ranks at one step with our protocol (vLLM has its own), our history store, alerts and dashboard (they belong to
