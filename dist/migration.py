@@ -12,48 +12,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
-import torch
 import torch.distributed as torch_dist
 from numpy.typing import NDArray
 
 from evenroute.dist.chunk_runner import ChunkRecord, ChunkRunner
 from evenroute.dist.exchange import MigrationError
+from evenroute.dist.migration_config import MigrationConfig, agree_on_numbers
 from evenroute.dist.mover import TableUpdater
 from evenroute.dist.open_layer import OpenLayer
 from evenroute.dist.staging import StagingBuffers
-from evenroute.dist.transfer import Chunk
+from evenroute.dist.transfer import Chunk, most_peers
 from evenroute.dist.verify import ChecksumTest, ExpectedChecksums
-from evenroute.dist.weights import ALIGN, ExpertWeights, Loader
-from evenroute.eplb.placement import Placement, PlacementRow, row_digest
+from evenroute.dist.weights import ExpertWeights, Loader
+from evenroute.eplb.placement import Placement, PlacementRow
 
-
-@dataclass(frozen=True)
-class MigrationConfig:
-    """How a rank moves weights; equal on all ranks.
-
-    Attributes:
-        staging_bytes: bound on the memory of all staging buffers of this rank.
-        chunk_bytes: most bytes that a rank sends, and receives, in one step.
-        max_peers: most ranks that a rank exchanges with in one chunk (2 where one round already has two).
-        transfer_limit_s: a chunk that takes longer ends the job (on CUDA 5 s later, counted while it runs).
-        verify: compare a checksum of every moved expert when it is staged and again after each commit.
-    """
-
-    staging_bytes: int = 2 << 30
-    chunk_bytes: int = 64 << 20
-    max_peers: int = 4
-    transfer_limit_s: float = 30.0
-    verify: bool = False
-
-    def __post_init__(self) -> None:
-        for name, low in (("staging_bytes", 1), ("chunk_bytes", ALIGN), ("max_peers", 1)):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {low}")
-        if not self.transfer_limit_s > 0:
-            raise ValueError(f"transfer_limit_s={self.transfer_limit_s}: must be above 0")
+__all__ = ["MigrationConfig", "MigrationError", "WeightMover"]
 
 
 class WeightMover:
@@ -110,7 +85,9 @@ class WeightMover:
         self._error: str | None = None
         self._expected: ExpectedChecksums | None = None
         self._commit_checks: deque[ChecksumTest] = deque()
-        self._agree_on_numbers(resident)
+        numbers = [self.num_buffers, weights.num_layers, *(layer.expert_bytes for layer in weights.layers)]
+        numbers += [0 if resident is None else resident.digest(), loader is None]
+        agree_on_numbers(self.config, numbers, group, weights.device)
 
     # Job start, reload
 
@@ -179,8 +156,7 @@ class WeightMover:
         budget = self.config.chunk_bytes
         picked: list[tuple[OpenLayer, Chunk]] = []
         for one, chunk in self._next_chunks():
-            # A copy of a received expert waits for the receive: one step later is always enough.
-            if picked and (chunk.cost > budget or any(copy.received for copy in chunk.copies)):
+            if picked and (chunk.cost > budget or not self._fits(chunk, [other for _, other in picked])):
                 break
             one.chunks.popleft()
             picked.append((one, chunk))
@@ -280,34 +256,6 @@ class WeightMover:
             )
         self._topology = placement.topology
 
-    def _agree_on_numbers(self, resident: Placement | None) -> None:
-        """All ranks must cut the same chunks: compare what decides them. Also connects the ranks to each other, so
-        that the first chunk does not have to."""
-        config = self.config
-        numbers = [
-            config.chunk_bytes,
-            config.max_peers,
-            self.num_buffers,
-            config.verify,
-            self.weights.num_layers,
-        ]
-        numbers += [layer.expert_bytes for layer in self.weights.layers]
-        numbers += [0 if resident is None else resident.digest(), self._loader is None]
-        digest = row_digest(
-            np.array([n >> s & 0x7FFFFFFF for n in numbers for s in (0, 31)], dtype=np.int32), None
-        )
-        both = torch.tensor([digest, -digest], dtype=torch.int64, device=self.weights.device)
-        torch_dist.all_reduce(both, torch_dist.ReduceOp.MIN, group=self.group)
-        if int(both[0]) != -int(both[1]):
-            raise ValueError(
-                f"rank {self.rank}: ranks disagree about migration: chunk_bytes={config.chunk_bytes}, "
-                f"max_peers={config.max_peers}, num_buffers={self.num_buffers}, verify={config.verify}, "
-                f"layers={self.weights.num_layers}, tensors or resident placement"
-            )
-        if self._runner.cuda:
-            tiny = torch.zeros(self.ep_size, dtype=torch.int64, device=self.weights.device)
-            torch_dist.all_to_all_single(torch.empty_like(tiny), tiny, group=self.group)
-
     def _move_all(self, placement: Placement) -> None:
         for layer in range(self.weights.num_layers):
             live, target = PlacementRow(self._rows[layer], None), placement.row(layer)
@@ -335,6 +283,12 @@ class WeightMover:
                 one.staged = not one.chunks  # nothing to move
             while one.chunks:
                 yield one, one.chunks[0]
+
+    def _fits(self, chunk: Chunk, others: list[Chunk]) -> bool:
+        # A copy of a received expert waits for the receive: one step later is always enough.
+        if any(copy.received for copy in chunk.copies):
+            return False
+        return most_peers([chunk, *others]) <= self.config.max_peers
 
     def _finish_chunk(self, *, block: bool) -> None:
         if self._runner.finish(block=block) and not self._runner.cuda:

@@ -7,6 +7,7 @@ schedule without a message. No torch.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +98,17 @@ class Chunk:
 
 
 COPY_COST_DIVISOR = 8
+
+
+def most_peers(chunks: Iterable[Chunk]) -> int:
+    """The most ranks that any rank exchanges with in these chunks together."""
+    peers: dict[int, set[int]] = {}
+    for chunk in chunks:
+        for piece in chunk.pieces:
+            source, dest = piece.receive.source_rank, piece.receive.dest_rank
+            peers.setdefault(source, set()).add(dest)
+            peers.setdefault(dest, set()).add(source)
+    return max((len(known) for known in peers.values()), default=0)
 
 
 def plan_transfer(live: NDArray[Any], target: NDArray[Any], topology: Topology) -> LayerTransfer:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from evenroute.dist.transfer import LayerTransfer, Receive, plan_transfer, split_chunks
+from evenroute.dist.transfer import LayerTransfer, Receive, most_peers, plan_transfer, split_chunks
 from evenroute.eplb.topology import Topology
 from support.placements import random_row
 
@@ -107,18 +107,14 @@ def test_chunks_cover_every_byte_once_within_their_bounds(
     got: dict[Receive, list[tuple[int, int]]] = {}
     for chunk in chunks:
         sent, received = Counter[int](), Counter[int]()
-        peers: dict[int, set[int]] = {}
         for piece in chunk.pieces:
             got.setdefault(piece.receive, []).append((piece.start, piece.stop))
-            source, dest = piece.receive.source_rank, piece.receive.dest_rank
-            sent[source] += piece.stop - piece.start
-            received[dest] += piece.stop - piece.start
-            peers.setdefault(source, set()).add(dest)
-            peers.setdefault(dest, set()).add(source)
+            sent[piece.receive.source_rank] += piece.stop - piece.start
+            received[piece.receive.dest_rank] += piece.stop - piece.start
         busiest = max([*sent.values(), *received.values()], default=0)
         assert busiest <= chunk.cost
         # One round alone has up to two peers a rank (one it sends to, one it receives from).
-        assert max((len(p) for p in peers.values()), default=0) <= max(max_peers, 2)
+        assert most_peers([chunk]) <= max(max_peers, 2)
         if chunk.pieces:
             assert chunk.cost <= chunk_bytes
     for receive, ranges in got.items():
@@ -158,6 +154,18 @@ def test_a_second_slot_copies_what_the_first_receives() -> None:
     assert [(c.source, c.dest, c.received) for c in transfer.copies] == [(0, 1, True)]
     chunks = split_chunks(transfer, expert_bytes=1 << 20, chunk_bytes=1 << 30, max_peers=1)
     assert chunks[-1].copies == transfer.copies, "copied after it is received"
+
+
+def test_peers_of_chunks_together() -> None:
+    live = np.array([0, 1, 2, 3], dtype=np.int32)
+    transfers = [
+        plan_transfer(live, np.array(target, dtype=np.int32), Topology(4))
+        for target in ([1, 0, 2, 3], [2, 1, 0, 3])
+    ]
+    one, other = (split_chunks(t, expert_bytes=512, chunk_bytes=512, max_peers=4)[0] for t in transfers)
+    assert most_peers([one]) == most_peers([other]) == 1
+    assert most_peers([one, other]) == 2
+    assert most_peers([]) == 0
 
 
 def test_permuting_on_the_rank_sends_nothing() -> None:
