@@ -89,6 +89,7 @@ class World:
         self.num_events = 0
         self.num_lives = 0
         self.store_of_epoch: dict[int, SimStore] = {}
+        self.acknowledged: dict[SimRank, int] = {}
         self.final_published = False
         self.final_wanted = (
             self.rng.random() < 0.6
@@ -321,6 +322,7 @@ class World:
         for rank in self.job.ranks:
             rank.paused_until = min(rank.paused_until, self.now)
         self._new_job()
+        self.acknowledged = {rank: rank.core.stream.windows_acknowledged for rank in self.job.ranks}
         self.trace("faults end")
 
     def run(self) -> list[str]:
@@ -334,7 +336,11 @@ class World:
                     self.end_faults()
                 if self.now > next_check:
                     next_check = self.now + 0.5
-                    if self.final_is_out() and self.now > self.knobs.fault_s + 5.0:
+                    if (
+                        self.final_is_out()
+                        and self.now > self.knobs.fault_s + 5.0
+                        and self._all_acknowledged()
+                    ):
                         self.counting = False
                     if not self._unfinished():
                         break
@@ -349,6 +355,13 @@ class World:
             if not self.faulty:
                 self.history.faults += self._check_counts()
         return violations(self.history)
+
+    def _all_acknowledged(self) -> bool:
+        # A store sees from the next window what an earlier one had: each rank needs one after the faults.
+        reporting = self.job.ranks[:1] if self.knobs.shared_counts else self.job.ranks
+        return bool(reporting) and all(
+            rank.core.stream.windows_acknowledged > self.acknowledged.get(rank, 0) for rank in reporting
+        )
 
     def _unfinished(self) -> list[str]:
         """What has not converged yet."""
