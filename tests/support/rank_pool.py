@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.util
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -54,12 +57,23 @@ def _serve(rank: int, size: int, path: str, pipe: Connection) -> None:
         )
         ranks = Ranks(rank, size)
         while (task := pipe.recv()) is not None:
-            function, args = task
+            (module, path, name), args = task
             try:
-                pipe.send((True, function(ranks, *args)))
+                pipe.send((True, getattr(_load(module, path), name)(ranks, *args)))
             except BaseException as bad:
                 pipe.send((False, (f"{type(bad).__name__}: {bad}", traceback.format_exc())))
     os._exit(0)  # gloo's threads may wait for ranks that are gone
+
+
+def _load(module: str, path: str) -> ModuleType:
+    """The module of a worker, by its file where it cannot be imported by name (pytest's importlib mode)."""
+    if module not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+    return sys.modules[module]
 
 
 class RankError(RuntimeError):
@@ -87,8 +101,9 @@ class RankPool:
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         """Hand the function to all ranks and return."""
+        where = (function.__module__, str(sys.modules[function.__module__].__file__), function.__name__)
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send((where, args))
 
     def results(self, ranks: list[int] | None = None, limit_s: float = LIMIT_S) -> list[tuple[bool, Any]]:
         """(True, value) or (False, (message, traceback)) of each rank asked for; a dead one gives (False, ...)."""
