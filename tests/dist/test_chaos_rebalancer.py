@@ -24,7 +24,7 @@ from support.chaos import (
     wait_epoch_above,
     wait_new_version,
 )
-from support.control_plane import child_environment, wait_for
+from support.control_plane import child_environment, patience, wait_for
 
 
 def test_sigstop_for_five_seconds_then_the_stream_is_whole_again(tmp_path):
@@ -34,7 +34,7 @@ def test_sigstop_for_five_seconds_then_the_stream_is_whole_again(tmp_path):
         rebalancer.signal(signal.SIGSTOP)
         at = len(job.steps(0))
         time.sleep(5.0)
-        assert len(job.steps(0)) - at > 150, "routing stood still"
+        assert len(job.steps(0)) - at > 150 / (2 * patience()), "routing stood still"
         rebalancer.signal(signal.SIGCONT)
         wait_new_version(job)
         status = rebalancer.status()
@@ -42,7 +42,7 @@ def test_sigstop_for_five_seconds_then_the_stream_is_whole_again(tmp_path):
         end_and_check(job, [rebalancer.store])
     with StoreReader(rebalancer.store) as reader:
         # Only unsent windows merge: one of them covers the time of the standstill.
-        assert max(w.last_step - w.first_step for w in reader.windows()) > 100
+        assert max(w.last_step - w.first_step for w in reader.windows()) > 100 / (2 * patience())
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_no_room_on_the_disk_counts_errors_and_routing_goes_on(tmp_path):
         wait_for(lambda: rebalancer.status().counters["store_errors"] > 2, 20, "store errors counted")
         at = len(job.steps(0))
         time.sleep(1.0)
-        assert len(job.steps(0)) - at > 30, "routing stood still"
+        assert len(job.steps(0)) - at > 30 / (2 * patience()), "routing stood still"
         status = rebalancer.status()
         assert any("store:" in reason for reason in status.degraded)
         resource.prlimit(rebalancer.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)

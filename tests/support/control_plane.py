@@ -16,6 +16,11 @@ from evenroute.dist.status import UnreachableError, query_status
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def patience():
+    """1 on a host with a core to spare, more on a busy one: stretches limits that nothing promises."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def wait_for(condition, limit_s, what):
     """Poll gently until `condition()` is true; AssertionError naming `what` past the limit."""
     deadline = time.monotonic() + limit_s

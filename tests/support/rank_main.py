@@ -85,10 +85,10 @@ def main():
         folder / f"total-{rank}.bin", np.int64, "w+", shape=(options.num_layers, options.num_experts)
     )
     run_steps(options, rank, agent, tables, counters, total, folder)
+    began = time.monotonic()
     done = agent.close()
-    (folder / f"end-{rank}.json").write_text(
-        json.dumps({"run": agent.run, "all_stored": done, "step": agent._step})
-    )
+    ended = {"run": agent.run, "all_stored": done, "step": agent._step, "close_s": time.monotonic() - began}
+    (folder / f"end-{rank}.json").write_text(json.dumps(ended))
     torch_dist.barrier(group)
     torch_dist.destroy_process_group()
 
