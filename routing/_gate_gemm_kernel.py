@@ -105,10 +105,8 @@ def _add_parts(
     tl.debug_barrier()
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "bias_stride", "vocab", "row_offset", "rank_salt", "ep_rank"],
-)
-def gate_route(
+@triton.jit
+def _gate_route(
     hidden_ptr,
     weight_ptr,
     partial_ptr,
@@ -123,7 +121,9 @@ def gate_route(
     row_offset,
     rank_salt,
     ep_rank,
+    CONSTANTS,
     PHASE: tl.constexpr,
+    E: tl.constexpr,
     H: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -132,49 +132,11 @@ def gate_route(
     SLICE: tl.constexpr,
     PARTS: tl.constexpr,
     E_PAD: tl.constexpr,
-    WIDEN: tl.constexpr,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    S: tl.constexpr,
-    G: tl.constexpr,
-    TG: tl.constexpr,
-    TOP2: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
-    MODE: tl.constexpr,
-    SCORING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BIAS_ON_SCORE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_MARKED: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-    BY_ID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    EPSILON: tl.constexpr,
-    SCALE: tl.constexpr,
-    SHARED_WEIGHT: tl.constexpr,
-    SHARED_PAD: tl.constexpr,
-    PER_RANK: tl.constexpr,
-    LOCAL_SLOTS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    FORM: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    COUNT: tl.constexpr,
-    PAYLOAD: tl.constexpr,
-    AT: tl.constexpr,
-    COPIES: tl.constexpr,
-    TICKET_COPIES: tl.constexpr,
-    TICKET_STRIDE: tl.constexpr,
-    EMIT: tl.constexpr,
-    BUCKETS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    ALL_ROUTE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """POINTERS: the pointer arguments of `route`, in its order; the constants below WIDEN are `route`'s own."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -197,9 +159,8 @@ def gate_route(
         )
     if PHASE == "both":
         _grid_barrier(barrier_ptr)
-    # The slot histogram counts finished programs, so there all take part.
     if PHASE != "gemm":
-        if EMIT[5] or tl.program_id(0) * ROWS < num_tokens:
+        if ALL_ROUTE or tl.program_id(0) * ROWS < num_tokens:
             _add_parts(partial_ptr, gate_logits_ptr, num_tokens, E, E_PAD, BM, PARTS, ROWS)
             route(
                 *POINTERS,
@@ -210,44 +171,95 @@ def gate_route(
                 row_offset,
                 rank_salt,
                 ep_rank,
-                E=E,
-                K=K,
-                S=S,
-                G=G,
-                TG=TG,
-                TOP2=TOP2,
-                GROUP_PAD=GROUP_PAD,
-                GROUP_LANES=GROUP_LANES,
-                CHUNKS=CHUNKS,
-                DEPTH=DEPTH,
-                SEGMENTS=SEGMENTS,
-                SLOTS=SLOTS,
-                ROWS=ROWS,
-                MODE=MODE,
-                SCORING=SCORING,
-                SOFTCAP=SOFTCAP,
-                BIAS_ON_SCORE=BIAS_ON_SCORE,
-                HAS_BIAS=HAS_BIAS,
-                HAS_MARKED=HAS_MARKED,
-                HAS_VALID=HAS_VALID,
-                BY_ID=BY_ID,
-                RENORMALIZE=RENORMALIZE,
-                EPSILON=EPSILON,
-                SCALE=SCALE,
-                SHARED_WEIGHT=SHARED_WEIGHT,
-                SHARED_PAD=SHARED_PAD,
-                PER_RANK=PER_RANK,
-                LOCAL_SLOTS=LOCAL_SLOTS,
-                NUM_SLOTS=NUM_SLOTS,
-                FORM=FORM,
-                WEIGHTED=WEIGHTED,
-                COUNT=COUNT,
-                PAYLOAD=PAYLOAD,
-                AT=AT,
-                COPIES=COPIES,
-                TICKET_COPIES=TICKET_COPIES,
-                TICKET_STRIDE=TICKET_STRIDE,
-                EMIT=EMIT,
-                BUCKETS=BUCKETS,
-                PDL=False,
+                *CONSTANTS,
             )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "bias_stride", "vocab", "row_offset", "rank_salt", "ep_rank"])
+def gate_route(
+    hidden_ptr,
+    weight_ptr,
+    partial_ptr,
+    gate_logits_ptr,
+    barrier_ptr,
+    POINTERS,
+    num_tokens,
+    hidden_stride,
+    weight_stride,
+    bias_stride,
+    vocab,
+    row_offset,
+    rank_salt,
+    ep_rank,
+    CONSTANTS,
+    GATE,
+):
+    """POINTERS, CONSTANTS: the pointers and constants of `route`, in its order; GATE: the constants above, from PHASE.
+
+    Both hold `tl.constexpr` objects: a tuple of them can be passed on whole, a constexpr tuple cannot.
+    """
+    _gate_route(
+        hidden_ptr,
+        weight_ptr,
+        partial_ptr,
+        gate_logits_ptr,
+        barrier_ptr,
+        POINTERS,
+        num_tokens,
+        hidden_stride,
+        weight_stride,
+        bias_stride,
+        vocab,
+        row_offset,
+        rank_salt,
+        ep_rank,
+        CONSTANTS,
+        *GATE,
+    )
+
+
+@triton.jit
+def gate_route_interpreted(
+    hidden_ptr,
+    weight_ptr,
+    partial_ptr,
+    gate_logits_ptr,
+    barrier_ptr,
+    POINTERS,
+    num_tokens,
+    hidden_stride,
+    weight_stride,
+    bias_stride,
+    vocab,
+    row_offset,
+    rank_salt,
+    ep_rank,
+    CONSTANTS: tl.constexpr,
+    GATE: tl.constexpr,
+):
+    """The same for the interpreter, which turns the numbers of a plain tuple into tensors."""
+    _gate_route(
+        hidden_ptr,
+        weight_ptr,
+        partial_ptr,
+        gate_logits_ptr,
+        barrier_ptr,
+        POINTERS,
+        num_tokens,
+        hidden_stride,
+        weight_stride,
+        bias_stride,
+        vocab,
+        row_offset,
+        rank_salt,
+        ep_rank,
+        CONSTANTS,
+        *GATE,
+    )
+
+
+def route_constants(values):
+    """Constants by name -> in the order of `route`."""
+    names = [name for name in route.arg_names if name.isupper()]
+    assert set(names) == set(values), set(names) ^ set(values)
+    return tuple(values[name] for name in names)

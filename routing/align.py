@@ -39,7 +39,7 @@ class AlignBuffers:
     """Outputs and scratch of one shape: allocate once, pass as `out`, and no call allocates (CUDA graphs).
 
     sorted_ids [align_capacity] int32, expert_ids [ceil(capacity / block_size)] int32,
-    num_tokens_post_padded [1] int32, scratch int32 (counts per chunk; empty for small batches)
+    num_tokens_post_padded [1] int32, scratch int32 (empty for small batches)
     """
 
     sorted_ids: Tensor
@@ -55,7 +55,7 @@ class AlignBuffers:
         from evenroute.routing.align_plan import plan_align
 
         capacity = align_capacity(numel, block_size, num_experts)
-        scratch = plan_align(numel, num_experts, has_histogram=False).scratch_words(num_experts)
+        scratch = plan_align(numel, has_histogram=False).scratch_words(numel, num_experts)
 
         def words(length: int) -> Tensor:
             return torch.empty(length, dtype=torch.int32, device=device)

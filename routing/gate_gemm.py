@@ -188,55 +188,69 @@ class GateRouter:
         self, phase: str, hidden: Tensor, gate_weight: Tensor, call: RouteCall, out: RoutingOutput
     ) -> None:
         """Enqueue "both" phases as one launch, or "gemm" or "route" alone (tests, benchmarks, the interpreter)."""
-        from evenroute.routing._gate_gemm_kernel import gate_route
+        import triton.language as tl
+
+        from evenroute.routing import _gate_gemm_kernel as kernels
         from evenroute.routing.route_kernel import launch_arguments
 
         plan = plan_gate(
             self.router.config.num_experts, self.hidden_size, call.num_tokens, self.num_processors
         )
-        _, arguments, constants, _ = launch_arguments(self.router.form, call, out)
+        _, arguments, values, _ = launch_arguments(self.router.form, call, out)
         pointers = tuple(a for a in arguments if isinstance(a, Tensor))
         num_tokens, _, bias_stride, vocab, row_offset, rank_salt, ep_rank = arguments[len(pointers) :]
-        constants.update(self._constants(phase, plan))
-        options: dict[str, Any] = {"num_warps": 4, "num_stages": _STAGES}
-        if phase == "both":
-            options["launch_cooperative_grid"] = True
-        if self.pdl:
-            options["launch_pdl"] = True
-        gate_route[(plan.programs,)](
-            hidden if hidden.stride(1) == 1 else hidden.contiguous(),
+        values.update(ROWS=plan.rows, PDL=False)
+        constants, gate_constants = kernels.route_constants(values), self._gate_constants(phase, plan)
+        kernel, options = kernels.gate_route_interpreted, {}
+        if self.backend == "triton":
+            constants = tuple(tl.constexpr(value) for value in constants)
+            gate_constants = tuple(tl.constexpr(value) for value in gate_constants)
+            kernel, options = kernels.gate_route, {"num_warps": 4, "num_stages": _STAGES}
+            if phase == "both":
+                options["launch_cooperative_grid"] = True
+            if self.pdl:
+                options["launch_pdl"] = True
+        hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+        kernel[(plan.programs,)](
+            hidden,
             gate_weight,
             self._partials,
             self._logits,
             self._barrier,
             pointers,
             num_tokens,
-            hidden.stride(0) if hidden.stride(1) == 1 else self.hidden_size,
+            hidden.stride(0),
             gate_weight.stride(0),
             bias_stride,
             vocab,
             row_offset,
             rank_salt,
             ep_rank,
-            **constants,
+            constants,
+            gate_constants,
             **options,
         )
 
-    def _constants(self, phase: str, plan: GatePlan) -> dict[str, Any]:
-        return {
-            "PHASE": phase,
-            "H": self.hidden_size,
-            "BM": plan.block_rows,
-            "BN": _COLUMNS,
-            "BK": _DEPTH,
-            "TILES": plan.tiles,
-            "SLICE": plan.slice_length,
-            "PARTS": plan.parts,
-            "E_PAD": 1 << max(0, self.router.config.num_experts - 1).bit_length(),
-            "WIDEN": self.backend == "interpret",
-            "ROWS": plan.rows,
-            "PDL": self.pdl,
-        }
+    def _gate_constants(self, phase: str, plan: GatePlan) -> tuple[Any, ...]:
+        """Constants of `_gate_route`, from PHASE on."""
+        experts = self.router.config.num_experts
+        return (
+            phase,
+            experts,
+            self.hidden_size,
+            plan.block_rows,
+            _COLUMNS,
+            _DEPTH,
+            plan.tiles,
+            plan.slice_length,
+            plan.parts,
+            1 << max(0, experts - 1).bit_length(),
+            plan.rows,
+            self.backend == "interpret",
+            # The slot histogram counts finished programs, so there all take part.
+            "slot_histogram" in self.router.form.emit,
+            self.pdl,
+        )
 
     def _check(self, hidden: Tensor, gate_weight: Tensor) -> None:
         experts = self.router.config.num_experts

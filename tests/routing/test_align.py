@@ -70,7 +70,7 @@ def check(ids, block_size, num_experts, invalid, backend, *, plan=None, counted=
             backend=backend,
         )
     else:
-        scratch = torch.empty(plan.scratch_words(num_experts), dtype=torch.int32, device=DEVICE)
+        scratch = torch.empty(plan.scratch_words(ids.numel(), num_experts), dtype=torch.int32, device=DEVICE)
         out = AlignBuffers(out.sorted_ids, out.expert_ids, out.num_tokens_post_padded, scratch)
         launch_align(
             ids.flatten(),
@@ -122,8 +122,8 @@ def test_b13_invalid_ids(backend, repeat):
     plan = None
     if repeat > 1 and not COMPILED and backend != "reference":
         # The large-batch path at a size that the interpreter gets through.
-        repeat = 16
-        plan = AlignPlan(once=False, chunk=32, num_chunks=-(-6 * repeat // 32))
+        repeat = 8
+        plan = AlignPlan("chunks", 32, -(-6 * repeat // 32))
     ids = torch.tensor([[0, 5], [-1, -1], [5, 0]], dtype=torch.int32)
     if repeat == 1:
         sorted_ids, expert_ids, total = moe_align_block_size(
@@ -179,36 +179,38 @@ def test_no_tokens(backend):
     assert cumsum.tolist() == [0] * 10
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (32, 8), (61, 7)])
+@pytest.mark.parametrize("kind", ["small", "counted", "ranked"])
 @pytest.mark.parametrize("invalid", ["sentinel", "drop"])
-@pytest.mark.parametrize("counted", [False, True])
-def test_one_launch(shape, invalid, counted):
-    assert plan_align(shape[0] * shape[1], 40, has_histogram=counted).once
-    for block_size, experts in ((64, 40), (4, 40), (1, 9), (5, 1)):
-        check(draw(shape, experts, 3, bad=0.1), block_size, experts, invalid, BACKEND, counted=counted)
+@pytest.mark.parametrize("shape", [(1, 8), (32, 8), (39, 7)])
+def test_small_batches(kind, invalid, shape):
+    if kind == "small" and shape[0] > 32:
+        shape = (17, 7)
+    plan = AlignPlan(kind)
+    for block_size, experts in ((64, 40), (5, 1)) if invalid == "drop" else ((4, 40), (1, 9)):
+        ids = draw(shape, experts, 3, bad=0.1)
+        check(ids, block_size, experts, invalid, BACKEND, plan=plan, counted=kind == "counted")
 
 
 @pytest.mark.parametrize("invalid", ["sentinel", "drop"])
-@pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize(
-    ("numel", "block_size", "experts"), [(1, 16, 40), (64, 3, 12), (65, 64, 5), (130, 16, 40)]
+    ("numel", "block_size", "experts"), [(1, 16, 40), (65, 64, 5), (130, 16, 40), (90, 3, 600)]
 )
-def test_chunked_launches(numel, block_size, experts, invalid, scan):
+def test_chunked_launches(numel, block_size, experts, invalid):
     chunk = 512 if COMPILED else 32
     numel *= 20 if COMPILED else 1
-    plan = AlignPlan(once=False, chunk=chunk, num_chunks=-(-numel // chunk), scan=scan)
+    plan = AlignPlan("chunks", chunk, -(-numel // chunk))
     check(draw((numel, 1), experts, numel, bad=0.1), block_size, experts, invalid, BACKEND, plan=plan)
 
 
 def test_sizes_around_the_limits_of_the_plans():
-    # Interpreted, a chunk of 512 takes seconds to sort.
-    for numel in (2047, 2048, 2049, 16385, 1 << 18) if COMPILED else (2048,):
-        check(draw((numel, 1), 24, numel), 16, 24, "sentinel", BACKEND)
-    plans = [plan_align(n, 288, has_histogram=False) for n in (2048, 2049, 32768, 32769, 1 << 18, 1 << 23)]
-    assert [p.once for p in plans] == [True] + [False] * 5
-    assert [p.scan for p in plans] == [False, False, False, True, True, True]
-    assert plan_align(16384, 288, has_histogram=True).once
-    assert not plan_align(16385, 288, has_histogram=True).once
+    sizes = (255, 256, 257, 4095, 4096, 4097, 32767, 32768, 1 << 18) if COMPILED else (256, 257)
+    for numel in sizes:
+        for counted in (False, True):
+            check(draw((numel, 1), 24, numel), 16, 24, "sentinel", BACKEND, counted=counted)
+    kinds = [plan_align(n, has_histogram=False).kind for n in (256, 257, 4096, 4097, 1 << 20)]
+    assert kinds == ["small", "ranked", "ranked", "chunks", "chunks"]
+    counted = [plan_align(n, has_histogram=True).kind for n in (256, 257, 4096, 4097)]
+    assert counted == ["small", "counted", "counted", "chunks"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
