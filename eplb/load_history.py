@@ -45,17 +45,32 @@ class Point:
 
 @dataclass(eq=False)
 class Achieved:
-    """What a placement achieved while it was in use."""
+    """What a placement achieved while it was in use.
+
+    Published is not yet in use: the first window after it is mixed, and left out of the mean if others follow.
+    """
 
     event: PlacementEvent
     first_window: int
     num_windows: int = 0
+    first_mean: float | None = None
     mean_sum: float = 0.0
     mean_count: int = 0
 
+    def add(self, mean: float | None) -> None:
+        """Balancedness of the next window (None = no load)."""
+        self.num_windows += 1
+        if mean is None:
+            return
+        if self.first_mean is None:
+            self.first_mean = mean
+        else:
+            self.mean_sum += mean
+            self.mean_count += 1
+
     @property
     def mean(self) -> float | None:
-        return self.mean_sum / self.mean_count if self.mean_count else None
+        return self.mean_sum / self.mean_count if self.mean_count else self.first_mean
 
 
 @dataclass(eq=False)
@@ -240,10 +255,7 @@ def read_history(
         history.rank_total += loads
         mean, total = quick_balancedness(loads)
         if timeline.current is not None:
-            timeline.current.num_windows += 1
-            if mean is not None:
-                timeline.current.mean_sum += mean
-                timeline.current.mean_count += 1
+            timeline.current.add(mean)
         _note_window(history, window)
         tokens_known = tokens_known and window.tokens is not None
         history.tokens = (history.tokens or 0) + (window.tokens or 0)

@@ -63,6 +63,8 @@ def advise(
     as_json: AsJson = False,
 ) -> None:
     """A verdict a person can act on: recommend, not now, or not enough evidence, with the reasons as numbers."""
+    from rich.console import Console
+
     from evenroute.eplb.advice import advise as make_advice
     from evenroute.eplb.advice_measures import HARDWARE, AdviceSettings
     from evenroute.tools.load_inputs import expert_size, known_model, open_loads
@@ -100,7 +102,8 @@ def advise(
     )
     workloads, recorded = gather(sources, settings.ep_size)
     before = None if placement is None else _map_of(placement, settings.ep_size, first)
-    facts = make_advice(workloads, settings, before_map=before)
+    with Console(stderr=True).status("planning (the first run on a machine compiles the planners)"):
+        facts = make_advice(workloads, settings, before_map=before)
     facts |= {
         "ep_size_is": "given" if ep_size else ("recorded" if ranks else "assumed"),
         "balancedness_recorded": recorded,

@@ -221,7 +221,7 @@ function draw() {
   timeline(); bars();
   $("placementsCard").hidden = !s.placements.length;
   table($("placements"), ["key", "policy", "moves", "before", "predicted", "achieved", "why"], s.placements.map(p =>
-    [p.epoch + "." + p.version, p.policy, big(p.moves), fixed(p.before), fixed(p.predicted), fixed(p.achieved), p.reason]));
+    [p.epoch.toString(16) + "/" + p.version, p.policy, big(p.moves), fixed(p.before), fixed(p.predicted), fixed(p.achieved), p.reason]));
   document.body.dataset.layer = s.layers[layer]; document.body.dataset.ready = "1";
 }
 function choose(index) { source = DATA.sources[index];

@@ -202,7 +202,7 @@ def _hot_ranks(facts: dict[str, Any]) -> Table:
 def _placements(placements: Sequence[dict[str, Any]]) -> Table:
     rows = [
         [
-            f"{found['epoch']}.{found['version']}",
+            f"{found['epoch']:x}/{found['version']}",
             clock(found["time"]) or ("" if found["step"] is None else f"step {found['step']}"),
             found["policy"],
             "" if found["moves"] is None else f"{found['moves']:,}",

@@ -43,7 +43,7 @@ def evenroute_without(module: str, *arguments: object) -> Outcome:
     """`evenroute ARGUMENTS` in a new process in which `module` cannot be imported."""
     code = f"import sys; sys.modules[{module!r}] = None; from evenroute.tools.cli import main; main(sys.argv[1:])"
     done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=300
     )
     return Outcome(done.returncode, done.stdout, done.stderr)
 

@@ -129,7 +129,21 @@ def test_time_line_and_effect_of_placements(tmp_path: Path) -> None:
     assert (placement["before"], placement["predicted"], placement["moves"]) == (0.6, 0.99, 2)
     text = evenroute("inspect", tmp_path / "d.evd").out
     assert "Placements and their effect" in text
-    assert f"{5 << 20}.1" in text
+    assert f"{5 << 20:x}/1" in text
+
+
+def test_the_window_of_a_switch_does_not_count_as_achieved(tmp_path: Path) -> None:
+    """A placement is published in the middle of a window: that window is mixed, the later ones tell."""
+    header = DumpHeader(num_layers=1, num_logical_experts=4, ep_size=2, num_slots=4)
+    same = Placement(np.array([[0, 1, 2, 3]]), 4, Topology(2))
+    with DumpWriter(tmp_path / "d.evd", header) as writer:
+        for step, counts in enumerate([[1, 1, 1, 1], [9, 1, 1, 1], [2, 2, 2, 2], [2, 2, 2, 2]]):
+            if step == 1:
+                writer.add_placement(PlacementEvent(same, 0.5, 1, 1, 1))
+            writer.add_window(Window(np.array([counts]), float(step), step, step))
+    (placement,) = evenroute("inspect", tmp_path / "d.evd", "--json").json["sources"][0]["placements"]
+    assert placement["num_windows"] == 3
+    assert placement["achieved"] == 1.0
 
 
 def test_hot_since_names_the_first_window(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_before_predicted_achieved(store: HistoryStore, counts: np.ndarray, tmp_
     assert placement["achieved"] > before
     text = evenroute("inspect", tmp_path / "run.db")
     assert "Placements and their effect" in text.out
-    assert f"{EPOCH}.1" in text.out
+    assert f"{EPOCH:x}/1" in text.out
 
 
 def test_readable_while_written(store: HistoryStore, counts: np.ndarray, tmp_path: Path) -> None:
