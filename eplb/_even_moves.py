@@ -130,10 +130,13 @@ def _apply(kind, i, j, slots, nxt, flow, load, num_local, counts, holds):
 
 
 @kernel
-def even_path(loads, slots, num_ranks, max_cost, level_of_mean, power, operations, costs, levels, lengths):
+def even_path(
+    loads, slots, num_ranks, homes, max_cost, level_of_mean, power, operations, costs, levels, lengths
+):
     """Search layers ``loads [L, E]`` from ``slots [L, P]``, which end as the last placement of the path.
 
     Args:
+        homes: ``[L, R, E]`` where an expert costs nothing; with L = 0, where it lies in ``slots``.
         max_cost: a path ends when it has moved this many slots.
         level_of_mean, power: badness of a rank is ``max(0, load - level_of_mean * mean) ** power``.
         operations ``[L, K, 3]``, costs ``[L, K + 1]`` (moved slots), levels ``[L, K + 1]`` (max rank load):
@@ -151,8 +154,8 @@ def even_path(loads, slots, num_ranks, max_cost, level_of_mean, power, operation
         row = slots[layer]
         link_replicas(row, num_experts, nxt)
         even_flow(loads[layer], row, num_local, flow, load)
-        fill_holds(row, num_local, at_first)
-        holds[:] = at_first
+        fill_holds(row, num_local, holds)
+        at_first[:] = homes[layer] if homes.shape[0] > 0 else holds
         paid[:] = 0
         counts[:] = 0
         for expert in row:

@@ -12,7 +12,7 @@ from evenroute.eplb.loads import Balancedness, placement_balancedness
 from evenroute.eplb.locality import crossing_fraction, localize, validate_source_loads
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.planner_auto import Candidate, best_candidate, score_of
-from evenroute.eplb.planner_full import check_hierarchical, full_placement, node_bound
+from evenroute.eplb.planner_full import check_hierarchical, full_placement, node_bound, spill_from_nodes
 from evenroute.eplb.planner_moves import MoveCost, MoveLimits, moved_placement
 from evenroute.eplb.planner_robust import plan_windows
 from evenroute.eplb.topology import Topology, check_plan_numbers
@@ -84,10 +84,7 @@ def _make(loads: NDArray[np.float64], policy: str, request: _Request) -> Placeme
         loads, current, num_groups=request.num_groups, hierarchical=hierarchical, num_threads=threads
     )
     if hierarchical and request.spill > 0:
-        allowed = int(request.spill * made.physical_to_logical.size)
-        made = moved_placement(
-            loads, made, MoveLimits(max_moves=allowed), weighted=False, num_threads=threads
-        )
+        made = spill_from_nodes(loads, made, request.num_groups, request.spill, num_threads=threads)
     if request.source_loads is not None and not hierarchical:
         made = localize(made, loads, request.source_loads, current=current)
     return made

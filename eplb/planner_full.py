@@ -10,7 +10,7 @@ from evenroute.eplb._pack import full_plan
 from evenroute.eplb.loads import balancedness
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.planner_layers import normalized, over_layers
-from evenroute.eplb.planner_moves import keep_better
+from evenroute.eplb.planner_moves import MoveLimits, keep_better, moved_placement
 from evenroute.eplb.topology import Topology, check_plan_numbers, nearest_num_groups
 
 
@@ -43,6 +43,25 @@ def respects_groups(row: NDArray[np.int32], num_groups: int, num_experts: int, n
     pairs = np.zeros((num_nodes, num_groups), dtype=np.bool_)
     pairs[np.arange(num_nodes)[:, None], group] = True
     return bool((pairs.sum(axis=0) == 1).all())
+
+
+def spill_from_nodes(
+    loads: NDArray[np.float64],
+    placement: Placement,
+    num_groups: int,
+    spill: float,
+    *,
+    num_threads: int | None = None,
+) -> Placement:
+    """The middle way: at most the part ``spill`` of all slots may leave their group's node of ``placement``."""
+    topology, num_experts = placement.topology, placement.num_logical_experts
+    by_node = placement.holds().reshape(
+        placement.num_layers, topology.num_nodes, topology.ranks_per_node, num_groups, -1
+    )
+    home = by_node.any(axis=(2, 4))  # [L, N, G]
+    homes = np.repeat(np.repeat(home, topology.ranks_per_node, axis=1), num_experts // num_groups, axis=2)
+    limits = MoveLimits(max_moves=int(spill * placement.physical_to_logical.size))
+    return moved_placement(loads, placement, limits, weighted=False, homes=homes, num_threads=num_threads)
 
 
 def full_placement(

@@ -86,13 +86,16 @@ def _search(
     limits: MoveLimits,
     weighted: bool,
     num_threads: int | None,
+    homes: NDArray[np.bool_] | None = None,
 ) -> Paths:
     """Paths of layers ``loads [L, E]`` from ``slots [L, P]``."""
+    nowhere = np.zeros((0, 0, 0), dtype=np.bool_)
     num_layers, num_slots = slots.shape
     most = num_slots
     if limits.max_moves is not None and num_layers:
         # A layer gets at most a few times its part of the budget; beyond that its hull is flat.
-        most = min(most, 4 * -(-limits.max_moves // num_layers) + 8, limits.max_moves)
+        part = -(-limits.max_moves // num_layers)
+        most = min(most, 3 * part + 6 if weighted else 2 * part + 8, limits.max_moves)
     levels: tuple[float, ...] = (1.0,)
     if weighted:
         low, high = WEIGHTED_LEVELS
@@ -101,18 +104,20 @@ def _search(
         elif limits.max_moves is None:
             low = UNLIMITED_LEVEL
         levels = (low, high)
-    paths = Paths.empty(len(levels), num_layers, min(2 * most, 2 * num_slots))
+    longest = 2 * (most if homes is None else num_slots)
+    paths = Paths.empty(len(levels), num_layers, longest)
 
     def search(first: int, last: int) -> None:
         part = slice(first, last)
         for path, level in enumerate(levels):
             work, row = loads[part], slots[part].copy()
+            at_home = nowhere if homes is None else homes[part]
             ops, cost = paths.operations[path, part], paths.costs[path, part]
             reached, length = paths.levels[path, part], paths.lengths[path, part]
             if weighted:
                 weighted_path(work, row, num_ranks, most, level, WEIGHTED_TRIES, ops, cost, reached, length)
             else:
-                even_path(work, row, num_ranks, most, level, 2, ops, cost, reached, length)
+                even_path(work, row, num_ranks, at_home, most, level, 2, ops, cost, reached, length)
 
     over_layers(search, num_layers, num_threads, block=4)
     return paths
@@ -205,6 +210,7 @@ def moved_placement(
     *,
     weighted: bool,
     share_gain: float = 0.0,
+    homes: NDArray[np.bool_] | None = None,
     num_threads: int | None = None,
 ) -> Placement:
     """Fewest moves for the target, or the best balancedness within the budget, from ``current``.
@@ -214,6 +220,8 @@ def moved_placement(
     Args:
         loads: validated ``[L, E]``.
         weighted: exact uneven shares, and moves chosen for them; else even shares.
+        homes: ``[L, R, E]``, with even shares only: ``max_moves`` counts the slots that lie elsewhere, instead of
+            those that leave the rank where ``current`` has them.
         share_gain: dead band: a row whose slots stay changes its shares only for that much balancedness.
     """
     if limits.target is not None and limits.cost is not None:
@@ -230,7 +238,8 @@ def moved_placement(
     means = work.sum(axis=1) / topology.ep_size
     rows = old.copy()
     if limits.max_moves != 0 and limits.max_moves_per_rank != 0:
-        paths = _search(work, old, topology.ep_size, limits, weighted, num_threads)
+        at_home = None if homes is None else np.ascontiguousarray(homes[busy])
+        paths = _search(work, old, topology.ep_size, limits, weighted, num_threads, at_home)
         rows = _choose(old, paths, means, topology, limits, weighted)
         for before, after in zip(old, rows, strict=True):
             keep_places(before, after, current.num_local_slots, num_experts)
