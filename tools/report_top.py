@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -65,7 +65,7 @@ class Screen:
         if status is None:
             return Text(self.unreachable or "waiting for the first answer", style="yellow")
         parts: list[RenderableType] = [self._head(status), Text(), self._figures(status, width), Text()]
-        used = 14 + len(status.degraded) + DECISIONS
+        used = 15 + len(status.degraded) + DECISIONS
         parts += [
             layer_strip(status, width),
             Text(),
@@ -107,6 +107,7 @@ class Screen:
             f"{status.num_slots} slots on {status.ep_size} ranks",
         )
         grid.add_row("version", f"newest {key_text(status.newest)}, in use {live}")
+        grid.add_row("held", held_versions(status.ranks))
         grid.add_row("plans", plan)
         grid.add_row(
             "windows",
@@ -128,6 +129,17 @@ class Screen:
         if len(lines) == 1:
             lines.append(Text("  nothing changed yet"))
         return Group(*lines)
+
+
+def held_versions(ranks: Sequence[RankStatus]) -> str:
+    """How many ranks hold which version, newest first."""
+    counts = Counter(rank.held for rank in ranks if rank.heard_s_ago is not None)
+    newest_first = sorted(counts.items(), reverse=True)
+    parts = [f"{key_text(key)} on {count:,}" for key, count in newest_first[:3]]
+    older = sum(count for _, count in newest_first[3:])
+    if older:
+        parts.append(f"older ones on {older:,}")
+    return ", ".join(parts) or "no rank heard yet"
 
 
 def changes(before: Status, after: Status) -> list[str]:

@@ -65,6 +65,13 @@ class TestScreen:
         assert row.split()[1] == "■■v■x■?■"
         assert "1 on an older version, 2 silent, counts at most 60 steps apart" in text
 
+    def test_versions_that_ranks_hold(self) -> None:
+        base = status(6)
+        for rank, version in ((1, 2), (2, 2), (3, 1), (4, 0)):
+            base = with_rank(base, rank, held=(5 << 20, version))
+        base = with_rank(base, 5, heard_s_ago=None)
+        assert "500000/3 on 1, 500000/2 on 2, 500000/1 on 1, older ones on 1" in shown(base)
+
     def test_more_ranks_than_cells_show_the_worst(self) -> None:
         base = with_rank(status(1024), 777, behind=True)
         text = shown(base, width=80, height=24)
