@@ -36,6 +36,8 @@ CASES = [
     Case(ep_size=4, seed=7, num_slots=8, chunk_bytes=512, max_peers=1, scale_in_router=False),
     Case(ep_size=2, seed=10, num_shared=1, shared_mode="per_rank", exchange="padded"),
     Case(ep_size=4, seed=11, num_slots=16, num_shared=2, shared_mode="per_rank", scale_in_router=False),
+    Case(ep_size=2, seed=12, dispatch="weighted"),
+    Case(ep_size=2, seed=13, dispatch="weighted", tokens="shared"),
     Case(ep_size=4, seed=8, num_slots=16, tokens="shared", dispatch="rank_invariant", dtype="bf16"),
     Case(ep_size=8, num_nodes=2, seed=9, num_slots=16, agree_every=2),
 ]
@@ -68,7 +70,7 @@ def cases(draw: st.DrawFn) -> Case:
     num_local = draw(st.integers(low, min(num_experts, low + 3)))
     tokens = draw(st.sampled_from(["own", "own", "shared"]))
     shared_mode = draw(st.sampled_from(["global", "per_rank"])) if tokens == "own" else "global"
-    dispatches = ["static", "dynamic", "weighted"] if tokens == "own" else ["rank_invariant"]
+    dispatches = ["static", "dynamic", "weighted"] if tokens == "own" else ["rank_invariant", "weighted"]
     return Case(
         seed=draw(st.integers(0, 2**20)),
         ep_size=ep_size,

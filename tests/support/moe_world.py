@@ -265,9 +265,8 @@ def run_chain(ranks: Ranks, case: Case, num_placements: int) -> Mapping[str, flo
     tail = 0
     while left or not world.driver.idle or tail < 2:
         if step >= 2 and left and world.driver.idle:
-            placement = random_placement(
-                rng, case.num_layers, case.num_experts, case.num_slots, case.topology
-            )
+            size = (case.num_layers, case.num_experts, case.num_slots, case.topology)
+            placement = random_placement(rng, *size, uneven=case.dispatch == "weighted")
             world.driver.propose(placement)
             left -= 1
         tail = tail + 1 if not left and world.driver.idle else 0

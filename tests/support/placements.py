@@ -26,12 +26,26 @@ def random_row(rng: np.random.Generator, num_experts: int, num_slots: int, ep_si
     return np.concatenate([rng.permutation(own) for own in held]).astype(np.int32)
 
 
+def random_shares(rng: np.random.Generator, slots: NDArray[np.int32]) -> NDArray[np.uint16]:
+    """``[P] uint16``: random shares of every expert's replicas, 65535 together; some of them 0."""
+    shares = np.zeros(len(slots), dtype=np.uint16)
+    for expert in np.unique(slots):
+        own = np.flatnonzero(slots == expert)
+        cuts = np.sort(rng.integers(0, 65536, len(own) - 1))
+        shares[own] = np.diff(np.concatenate(([0], cuts, [65535])))
+    return shares
+
+
 def random_placement(
-    rng: np.random.Generator, num_layers: int, num_experts: int, num_slots: int, topology: Topology
+    rng: np.random.Generator,
+    num_layers: int,
+    num_experts: int,
+    num_slots: int,
+    topology: Topology,
+    *,
+    uneven: bool = False,
 ) -> Placement:
-    """A placement of random rows with even shares."""
-    rows = [
-        PlacementRow(random_row(rng, num_experts, num_slots, topology.ep_size), None)
-        for _ in range(num_layers)
-    ]
+    """A placement of random rows, with even or random shares."""
+    slots = [random_row(rng, num_experts, num_slots, topology.ep_size) for _ in range(num_layers)]
+    rows = [PlacementRow(one, random_shares(rng, one) if uneven else None) for one in slots]
     return Placement.from_rows(rows, num_experts, topology)
