@@ -56,6 +56,8 @@ class DumpHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     format_version: int = 1
 
     def __post_init__(self) -> None:
+        if self.format_version != 1:
+            raise ValueError(f"format version {self.format_version} found, expected 1")
         for name in ("num_layers", "num_logical_experts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, found {getattr(self, name)}")

@@ -130,14 +130,10 @@ def _assumed_ranks(source: LoadSource) -> int:
 
 
 def _map_of(path: Path, ep_size: int, source: LoadSource) -> RankLoadMap:
-    from evenroute.eplb.foreign_open import open_source
     from evenroute.eplb.load_history import choose_placement
-    from evenroute.tools.pt_files import read_pt
+    from evenroute.tools.load_inputs import open_placement
 
-    found = open_source(path, read_pt=read_pt)
-    if found.placement_map is None:
-        raise ValueError(f"{path}: holds no placement but {found.kind}")
-    return choose_placement(source, ep_size=ep_size, override=found.placement_map).load_map
+    return choose_placement(source, ep_size=ep_size, override=open_placement(path)).load_map
 
 
 def gather(sources: Sequence[LoadSource], ep_size: int) -> tuple[list[Workload], float | None]:

@@ -111,15 +111,9 @@ def window_range(text: str) -> tuple[int, int | None]:
 
 def placement_override(settings: Settings) -> PlacementMap | None:
     """The placement of `--placement`, from a file of any known form."""
-    from evenroute.eplb.foreign_open import open_source
-    from evenroute.tools.pt_files import read_pt
+    from evenroute.tools.load_inputs import open_placement
 
-    if settings.placement is None:
-        return None
-    source = open_source(settings.placement, read_pt=read_pt)
-    if source.placement_map is None:
-        raise ValueError(f"{settings.placement}: holds no placement but {source.kind}")
-    return source.placement_map
+    return None if settings.placement is None else open_placement(settings.placement)
 
 
 def history_of(

@@ -38,7 +38,7 @@ DeadBand = Annotated[
 ]
 MaxMoves = Annotated[int | None, typer.Option(help="Most slots a plan may move.")]
 Target = Annotated[float | None, typer.Option(help="Balancedness at which a plan may stop.")]
-Start = Annotated[Path | None, typer.Option(help="Placement file in use at the start.")]
+Start = Annotated[Path | None, typer.Option(help="Placement in use at the start (any known form).")]
 Share = Annotated[float, typer.Option(min=0, max=1, help="Part of a step that experts take without EPLB.")]
 ExpertBytes = Annotated[int | None, typer.Option(min=1, help="Bytes of one expert in one layer.")]
 Model = Annotated[str | None, typer.Option(help="Model whose expert size to use.")]
@@ -138,13 +138,14 @@ def build(
     start: Path | None = None,
 ) -> list[Replay]:
     """All combinations; `none` once, whatever the interval. By default one redundant expert a rank."""
-    from evenroute.eplb.placement_file import load_placement
     from evenroute.eplb.replay import Replay, ReplaySettings
     from evenroute.eplb.topology import automatic_redundant_experts
+    from evenroute.tools.load_inputs import open_placement
 
-    placement = None if start is None else load_placement(start)[0]
+    known = None if start is None else open_placement(start)
     replays = []
     for ranks in ep_sizes:
+        placement = None if known is None else known.to_placement(ranks, common["num_nodes"])
         fill = automatic_redundant_experts(source.num_logical_experts, ranks)
         spares = redundant if redundant is not None else [fill + ranks]
         for spare, policy, interval in product(spares, policies, intervals):

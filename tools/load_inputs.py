@@ -9,8 +9,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from evenroute.eplb.foreign_open import open_sources
-from evenroute.eplb.foreign_source import LoadSource
+from evenroute.eplb.foreign_open import open_source, open_sources
+from evenroute.eplb.foreign_source import LoadSource, PlacementMap
 from evenroute.eplb.model_shapes import MODEL_SHAPES, ModelShape
 from evenroute.tools.pt_files import read_pt
 
@@ -31,6 +31,14 @@ def open_loads(paths: Sequence[Path], *, num_experts: int | None = None) -> list
                 f"{source.path}: {list(source.shape)} (layers, experts), {first.path} has {list(first.shape)}"
             )
     return opened.sources
+
+
+def open_placement(path: Path) -> PlacementMap:
+    """The placement in a file of any known form; ValueError if it holds none, or several."""
+    source = open_source(path, read_pt=read_pt)
+    if source.placement_map is None:
+        raise ValueError(f"{path}: holds no placement but {source.kind}")
+    return source.placement_map
 
 
 def all_windows(sources: Sequence[LoadSource]) -> Iterator[NDArray[Any]]:

@@ -77,6 +77,18 @@ class TestReplay:
     def test_wrong_use(self, loads: Path, arguments: tuple[str, ...], part: str) -> None:
         assert_one_line_error(evenroute("replay", loads, *arguments), part)
 
+    def test_start_placement_of_another_engine(self, loads: Path, tmp_path: Path) -> None:
+        """A placement that fits from the start beats experts in order."""
+        rows = [[*range(0, 16, 4), 1, *range(1, 16, 4), 2, *range(2, 16, 4), 3, *range(3, 16, 4), 0]] * 3
+        (tmp_path / "m.json").write_text(json.dumps({"physical_to_logical_map": rows}))
+        call = ("replay", loads, "--ep-size", 4, "--redundant", 4, "--policy", "none", "--json")
+        plain = evenroute(*call).json["runs"][0]["points"]
+        started = evenroute(*call, "--start", tmp_path / "m.json").json["runs"][0]["points"]
+        assert [point["mean"] for point in started] != [point["mean"] for point in plain]
+        assert_one_line_error(evenroute(*call, "--start", loads), "holds no placement")
+        wrong = ("replay", loads, "--ep-size", 4, "--redundant", 8, "--start", tmp_path / "m.json")
+        assert_one_line_error(evenroute(*wrong), "20 slots")
+
     def test_files_of_two_shapes_are_refused(self, loads: Path, tmp_path: Path) -> None:
         np.save(tmp_path / "other.npy", np.ones((3, 8)))
         assert_one_line_error(evenroute("replay", loads, tmp_path / "other.npy"), "[3, 8]", "[3, 16]")
