@@ -35,5 +35,7 @@ def warm_up(progress: Progress | None = None) -> None:
                 policy=policy,
                 max_moves=2,
             )
+    sources = np.ones((4, *loads.shape))
+    plan_placement(loads, topology=topology, num_slots=8, source_loads=sources)
     if progress is not None:
         progress(len(POLICIES), len(POLICIES), "done")

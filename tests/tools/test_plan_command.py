@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from evenroute.eplb.placement_file import load_placement
@@ -58,6 +59,45 @@ def test_wrong_use_is_one_line_and_status_2(loads_file, arguments: list[str], wo
     assert done.stdout == ""
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_auto_from_a_placement_in_use_writes_shares_and_a_picture(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    random = np.random.default_rng(0)
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    for path in (old, new):
+        path.write_text(json.dumps({"logical_count": random.lognormal(0, 1, (3, 32)).tolist()}))
+    first, second, picture = tmp_path / "first.json", tmp_path / "second.json", tmp_path / "curve.png"
+    shape = ("--ep-size", "4", "--num-slots", "40")
+    assert plan(str(old), *shape, "-o", str(first)).returncode == 0
+    flags = ("--policy", "auto", "--current", str(first), "--max-moves", "6", "--png", str(picture))
+    done = plan(str(new), *shape, *flags, "-o", str(second), "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["policy"] == "weighted"
+    assert facts["moved_slots"] <= 6
+    assert facts["balancedness_predicted"]["mean"] > facts["balancedness_before"]["mean"]
+    placement, _ = load_placement(second)
+    assert (placement.shares is not None) == facts["uneven_shares"]
+    assert facts["uneven_shares"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "curve.png",
+        "first.json",
+        "new.json",
+        "old.json",
+        "second.json",
+    ]
+
+
+def test_several_windows_and_what_they_must_share(loads_file, tmp_path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"logical_count": [[1, 2, 3, 4]]}))
+    both = (str(loads_file), str(loads_file), "--ep-size", "2", "--num-slots", "6", "--windows", "robust")
+    assert json.loads(plan(*both, "--json").stdout)["policy"] == "global"
+    done = plan(str(loads_file), str(other), "--ep-size", "2", "--num-slots", "6")
+    assert done.returncode == 2
+    assert "other.json: loads are [1, 4], expected [3, 4]" in done.stderr
 
 
 def test_unreadable_files_are_named(tmp_path) -> None:
