@@ -36,6 +36,7 @@ from evenroute.eplb.planner import plan_placement
 from evenroute.eplb.topology import Topology
 
 FORMS = ("maps", "map", "context")
+POLICIES = ("full", "incremental")  # those with even shares
 logger = logging.getLogger(__name__)
 
 
@@ -72,6 +73,8 @@ def plan_maps(
     num_nodes: int,
     num_ranks: int,
     old_global_expert_indices: Tensor | None = None,
+    *,
+    policy: str = "full",
 ) -> ExpertMaps:
     """Plan with vLLM's arguments.
 
@@ -80,10 +83,13 @@ def plan_maps(
         num_replicas: physical experts P.
         num_groups, num_nodes, num_ranks: groups are kept on a node where both are above 1 and divide.
         old_global_expert_indices: ``[L, P]`` physical_to_logical in use; experts that stay keep rank and slot.
+        policy: "full" plans anew (hierarchical or global), "incremental" moves few experts from what is in use.
 
     Raises:
         ValueError: numbers that do not divide (with the nearest valid ones), a NaN, infinite or negative load.
     """
+    if policy not in POLICIES:
+        raise ValueError(f"policy={policy!r}: vLLM can use {' or '.join(POLICIES)}")
     num_experts = int(weight.shape[1])
     hierarchical = num_groups > 1 and num_nodes > 1 and num_groups % num_nodes == 0
     topology = Topology(num_ranks, num_nodes)
@@ -93,7 +99,7 @@ def plan_maps(
         num_slots=num_replicas,
         num_groups=num_groups if hierarchical else 1,
         current=_current(old_global_expert_indices, num_experts, num_replicas, topology),
-        policy="hierarchical" if hierarchical else "global",
+        policy=policy if policy == "incremental" else "hierarchical" if hierarchical else "global",
     )
     assert plan.placement.shares is None, "vLLM spreads tokens evenly over replicas"
     logger.info("EPLB: %s; %d slots move", plan.reason, int(plan.moves.sum()))
@@ -133,21 +139,24 @@ def interface_form(abstract: type) -> str:
     )
 
 
-def build_policy(abstract: type, *, plan_type: type | None = None) -> type:
+def build_policy(abstract: type, *, plan_type: type | None = None, policy: str = "full") -> type:
     """A policy class for this engine: a subclass of its own ``abstract`` in the form that it declares.
 
     Args:
         abstract: the engine's `AbstractEplbPolicy`.
         plan_type: the engine's `EplbPlan`; needed for the "context" form.
+        policy: see `plan_maps`.
 
     Raises:
-        ValueError: an unknown form, or "context" without ``plan_type``.
+        ValueError: an unknown form or policy, or "context" without ``plan_type``.
     """
+    if policy not in POLICIES:
+        raise ValueError(f"policy={policy!r}: vLLM can use {' or '.join(POLICIES)}")
     form = interface_form(abstract)
     if form == "context":
         if plan_type is None:
             raise ValueError("plan_type: missing, expected the engine's EplbPlan for the form 'context'")
-        return _context_policy(abstract, plan_type)
+        return _context_policy(abstract, plan_type, policy)
 
     def rebalance_experts(
         cls: type,
@@ -158,13 +167,14 @@ def build_policy(abstract: type, *, plan_type: type | None = None) -> type:
         num_ranks: int,
         old_global_expert_indices: Tensor | None = None,
     ) -> ExpertMaps | Tensor:
-        maps = plan_maps(weight, num_replicas, num_groups, num_nodes, num_ranks, old_global_expert_indices)
+        old = old_global_expert_indices
+        maps = plan_maps(weight, num_replicas, num_groups, num_nodes, num_ranks, old, policy=policy)
         return maps if form == "maps" else maps.physical_to_logical
 
     return type("EvenrouteEplbPolicy", (abstract,), {"rebalance_experts": classmethod(rebalance_experts)})
 
 
-def _context_policy(abstract: type, plan_type: type) -> type:
+def _context_policy(abstract: type, plan_type: type, policy: str) -> type:
     def plan(self: Any, context: Any, policy_state: Any) -> Any:
         """All samples of the window count alike; the plan starts from the placement in use."""
         topology = context.topology
@@ -175,6 +185,7 @@ def _context_policy(abstract: type, plan_type: type) -> type:
             topology.num_nodes,
             topology.num_ranks,
             context.physical_to_logical_map_cpu,
+            policy=policy,
         )
         return plan_type(physical_to_logical_map=maps.physical_to_logical)
 
@@ -182,8 +193,9 @@ def _context_policy(abstract: type, plan_type: type) -> type:
     return type("EvenrouteEplbPolicy", (abstract,), {name: plan})
 
 
-def register(name: str = "default") -> type:
-    """Put our policy into vLLM's table under ``name``, the one that `--eplb-config` names ("default" unless set).
+def register(name: str = "default", *, policy: str = "full") -> type:
+    """Put our policy into vLLM's table under ``name``, the one that `--eplb-config` names ("default" unless set);
+    ``policy`` as for `plan_maps`.
 
     Returns the class. Call it in every worker process before the engine starts.
 
@@ -195,8 +207,8 @@ def register(name: str = "default") -> type:
 
     abstract = vllm_policy.AbstractEplbPolicy
     module = inspect.getmodule(abstract)
-    policy = build_policy(abstract, plan_type=getattr(module, "EplbPlan", None))
+    made = build_policy(abstract, plan_type=getattr(module, "EplbPlan", None), policy=policy)
     instances = any(not isinstance(entry, type) for entry in vllm_policy.EPLB_POLICIES.values())
-    vllm_policy.EPLB_POLICIES[name] = policy() if instances else policy
-    logger.info("EPLB policy %r is evenroute's planner", name)
-    return policy
+    vllm_policy.EPLB_POLICIES[name] = made() if instances else made
+    logger.info("EPLB policy %r is evenroute's planner (%s)", name, policy)
+    return made

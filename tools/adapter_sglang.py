@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.placement_file import write_beside_and_rename
-from evenroute.eplb.planner import POLICIES, Plan, plan_placement
+from evenroute.eplb.planner import Plan, plan_placement
 from evenroute.eplb.topology import Topology, check_plan_numbers
 from evenroute.tools.errors import fail, one_line_errors
 
@@ -40,6 +40,7 @@ RECORDER_DIR = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
 REMEDY = (
     f"start the server with --expert-distribution-recorder-mode stat and {RECORDER_DIR} set to that folder"
 )
+POLICIES = ("global", "hierarchical", "incremental")  # those with even shares
 SETTLE_S = 1.0  # files of several ranks come one by one
 
 

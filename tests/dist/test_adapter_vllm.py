@@ -110,3 +110,16 @@ def test_a_start_that_breaks_our_rules_is_told_and_not_used(
     with caplog.at_level(logging.WARNING, "evenroute"):
         plan_maps(loads, SLOTS, 1, 1, RANKS, twice)
     assert "twice on rank 0" in caplog.text
+
+
+def test_few_moves_on_request(loads: torch.Tensor, old: torch.Tensor) -> None:
+    def moved(maps: torch.Tensor) -> int:
+        before, after = (Placement(m.numpy().astype(np.int32), EXPERTS, Topology(RANKS)) for m in (old, maps))
+        return int(before.moved_slots(after).sum())
+
+    full = plan_maps(loads, SLOTS, 1, 1, RANKS, old).physical_to_logical
+    few = plan_maps(loads, SLOTS, 1, 1, RANKS, old, policy="incremental").physical_to_logical
+    assert 0 < moved(few) < moved(full)
+    assert achieved(few, loads) > achieved(old, loads)
+    with pytest.raises(ValueError, match="policy='weighted': vLLM can use full or incremental"):
+        build_policy(vllm.MapsPolicy, policy="weighted")

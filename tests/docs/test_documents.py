@@ -21,6 +21,7 @@ BY_DOCUMENT = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(pa
 
 # Flags of others' commands that the documents name.
 FOREIGN_FLAGS = {
+    "--rdzv-conf",
     *(
         "--standalone",
         "--nnodes",
