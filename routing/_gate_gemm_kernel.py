@@ -8,6 +8,8 @@ which needs a cooperative launch. Phase 2: program p adds up the slices of its r
 router's own kernel body. `PHASE` builds each phase alone; the interpreter runs the two one after the other.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -258,7 +260,7 @@ def gate_route_interpreted(
     )
 
 
-def route_constants(values):
+def route_constants(values: dict[str, Any]) -> tuple[Any, ...]:
     """Constants by name -> in the order of `route`."""
     names = [name for name in route.arg_names if name.isupper()]
     assert set(names) == set(values), set(names) ^ set(values)

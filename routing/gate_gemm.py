@@ -21,7 +21,7 @@ GATE_DTYPES = (torch.bfloat16, torch.float16)
 _COLUMNS = 32  # of a tile
 _DEPTH = 64  # of one multiply-accumulate step
 _MAX_PARTS = 32
-_MAX_ROWS = 8  # of a program; small gates with small grids are not fused beyond
+_MAX_ROWS = 16  # of a program; small gates with small grids are not fused beyond
 _STAGES = 5  # of the software pipeline over _DEPTH steps
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 
 SMALL = RouterConfig(64, 4, "sigmoid", num_groups=4, topk_group=2, routed_scaling_factor=2.5)
 FULL = RouterConfig(256, 8, "sigmoid", num_groups=8, topk_group=4, routed_scaling_factor=2.5)
-SIZE = (FULL, 7168) if COMPILED else (SMALL, 520)
+SIZE = (FULL, 7168) if COMPILED else (SMALL, 200)
 
 
 def make_router(config, *, backend=BACKEND, slots=None, ep_size=4, **options):
@@ -105,8 +105,7 @@ def test_phases_apart_agree_with_gemm_then_router():
     valid = torch.tensor([17], dtype=torch.int32, device=DEVICE)
     out = gate(hidden, weight, 0, bias=bias, num_valid_tokens=valid)
     wanted = plain(gate._logits[:19].clone(), 0, bias=bias, num_valid_tokens=valid)
-    # The interpreter's sums depend on the tile's shape, a GPU's do not.
-    torch.testing.assert_close(out.weights, wanted.weights, rtol=0 if COMPILED else 1e-6, atol=0)
+    torch.testing.assert_close(out.weights, wanted.weights, rtol=1e-6, atol=0)
     assert torch.equal(out.logical_ids, wanted.logical_ids)
     assert torch.equal(out.slot_histogram.sum(), wanted.slot_histogram.sum())
     assert bool((out.physical_ids[17:] == -1).all())
@@ -125,15 +124,17 @@ def test_phases_apart_agree_with_gemm_then_router():
     ids=["shared", "odd"],
 )
 def test_odd_shapes_and_strides(config, dtype):
-    router = make_router(config, slots=80 if config.num_experts == 40 else 72)
+    # Hashed: on a GPU tickets depend on which row comes first.
+    slots = 80 if config.num_experts == 40 else 72
+    router = make_router(config, slots=slots, deal="hash")
     gate = GateRouter(router, 100)
     hidden, weight, _ = draw(7, config.num_experts, 100, dtype)
     wide = torch.cat([hidden, hidden], 1)[:, :100]
     out = gate(wide, weight, 0)
-    plain = make_router(config, slots=80 if config.num_experts == 40 else 72)
+    plain = make_router(config, slots=slots, deal="hash")
     wanted = plain(gate._logits[:7].clone(), 0)
     assert torch.equal(out.physical_ids, wanted.physical_ids)
-    torch.testing.assert_close(out.weights, wanted.weights, rtol=0 if COMPILED else 1e-6, atol=0)
+    torch.testing.assert_close(out.weights, wanted.weights, rtol=1e-6, atol=0)
     torch.testing.assert_close(gate._logits[:7], hidden.float() @ weight.float().T, rtol=1e-4, atol=1e-4)
 
 
@@ -142,7 +143,9 @@ def test_large_batches_and_cpu_take_the_gemm_and_the_router():
     hidden, weight, bias = draw(130, config.num_experts, hidden_size)
     gate = GateRouter(make_router(config, backend="auto", emit=("logical_ids",)), hidden_size)
     out = gate(hidden, weight, 0, bias=bias)
-    wanted, clear = clear_rows(config, hidden, weight, bias, None)
+    plan = plan_gate(config.num_experts, hidden_size, 128, gate.num_processors)
+    wanted, clear = clear_rows(config, hidden, weight, bias, plan.slice_length)
+    assert int(clear.sum()) > 100
     assert torch.equal(out.logical_ids.long().sort(1).values[clear], wanted[clear])
     assert out.logical_ids.shape == (130, config.top_k)
     assert gate(hidden[:0], weight, 0).logical_ids.shape == (0, config.top_k)
@@ -154,7 +157,9 @@ def test_b07_rows_keep_their_experts_where_the_launch_changes(tokens):
     router = make_router(config, emit=("weights", "logical_ids"))
     gate = GateRouter(router, hidden_size)
     hidden, weight, bias = draw(13, config.num_experts, hidden_size, seed=1)
-    _, clear = clear_rows(config, hidden, weight, bias, None)
+    # The library's GEMM is taken to sum no worse than the fused one.
+    plan = plan_gate(config.num_experts, hidden_size, 128, gate.num_processors)
+    _, clear = clear_rows(config, hidden, weight, bias, plan.slice_length)
     rows = torch.arange(tokens, device=DEVICE) % 13
     out = gate(hidden[rows], weight, 0, bias=bias)
     assert gate.fuses(tokens) == (tokens <= 128)

@@ -52,7 +52,7 @@ def test_a_model_of_several_layers_compiles_whole(deal):
                 out.physical_ids, 4, 24, "drop", out.slot_histogram
             )
             total = total + out.weights.sum() + post.sum() + sorted_ids.sum() * 0
-            ids.append(out.physical_ids)
+            ids.append(out.physical_ids if deal == "hash" else out.logical_ids)
         return total, ids
 
     run = torch.compile(model, fullgraph=True, backend=COMPILER)
@@ -65,7 +65,8 @@ def test_a_model_of_several_layers_compiles_whole(deal):
             out = plain(logits * (layer + 1), layer, bias=bias, num_valid_tokens=valid)
             post = moe_align_block_size(out.physical_ids, 4, 24, invalid="drop")[2]
             wanted += float(out.weights.sum()) + float(post)
-            assert torch.equal(ids[layer], out.physical_ids)
+            # On a GPU the tickets' slots depend on which row comes first.
+            assert torch.equal(ids[layer], out.physical_ids if deal == "hash" else out.logical_ids)
         assert float(total) == pytest.approx(wanted, rel=1e-6)
     counts = router.counters.take()
     assert torch.equal(counts, plain.counters.take())
@@ -86,7 +87,7 @@ def test_equal_calls_are_both_counted_and_unused_ones_kept():
 
 
 def test_tables_are_read_at_run_time():
-    router, plain = make_router(), make_router()
+    router, plain = make_router("hash"), make_router("hash")
     compiled = CompiledRouter(router)
     run = torch.compile(lambda logits: compiled(logits, 1).physical_ids, fullgraph=True, backend=COMPILER)
     logits, _ = draw()
@@ -124,7 +125,7 @@ def test_given_ids_and_dummy_passes():
 
 
 def test_gate_router_compiles():
-    router, plain = make_router(), make_router()
+    router, plain = make_router("hash"), make_router("hash")
     compiled = CompiledGateRouter(GateRouter(router, 32))
     gen = torch.Generator().manual_seed(0)
     hidden = torch.randn(6, 32, generator=gen).to(DEVICE, torch.bfloat16)
