@@ -334,6 +334,10 @@ def choose_by_lists(
             x = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
             bias = load_bias(bias_row, marked_ptr, marked, chunk, SHAPE, FORM, SCORE)
             payload = chunk_payloads(payload_ptr, chunk, SHAPE, FORM, SCORE)
+        if chunk == 0 and SCORE[2]:
+            # Nothing is added to the bias of a row that counts. The compiler would load what `ready` hangs on
+            # last of all; this makes the first arithmetic need it, beside loads that are waited for anyway.
+            bias += tl.where(ready, 0.0, float("nan"))[:, :, None]
         image = images_of(x, bias, chunk, largest, denominator, SHAPE, FORM, SCORE)
         new_keys, new_pays = sort4(split4(image, ROWS), split4(payload, ROWS))
         if chunk == 0:
@@ -347,8 +351,10 @@ def choose_by_lists(
     kept = lane >= 0
     if TG > 0:
         kept = kept_lanes(keys[0], keys[1], lane, FORM[2], TG, GROUP_LANES, TOP2, ROWS)
-    # `ready` is true of every row that counts: an early use of what else would be loaded last of all.
-    keys = replaced(keys, 0, tl.where(kept & ready, keys[0], EXCLUDED))
+    if not SCORE[2]:
+        kept &= ready
+    if TG > 0 or not SCORE[2]:
+        keys = replaced(keys, 0, tl.where(kept, keys[0], EXCLUDED))
     best_key, best_pay = take_best(keys, pays, lane, K, COMPLETE)
     failed = tl.max(tl.where(lane < K, best_pay, -1)) == EXHAUSTED
     return best_key, best_pay, kept, failed

@@ -45,27 +45,32 @@ def share_by_hash(threshold_ptr, offset, count, uneven, hashes):
 def split_turn(ticket, share, total):
     """One node of the tree: (goes left, ticket within that side); see `dispatch.deal_shares`."""
     # All products stay below 2**32: share, ticket <= 65535.
-    safe = tl.maximum(total, 1).to(tl.uint32)
     share = share.to(tl.uint32)
-    before = (share * ticket.to(tl.uint32) + (safe >> 1)) // safe
-    after = (share * (ticket + 1).to(tl.uint32) + (safe >> 1)) // safe
+    before = (share * ticket.to(tl.uint32) + (total >> 1)) // total
+    after = (share * (ticket + 1).to(tl.uint32) + (total >> 1)) // total
     left = after > before
     before = before.to(tl.int32)
     return left, tl.where(left, before, ticket - before)
 
 
 @triton.jit
-def share_by_ticket(threshold_ptr, offset, count, uneven, ticket):
-    """Replica of a ticket when replicas take turns in the proportion of their shares (`dispatch.deal_shares`)."""
-    low = tl.zeros(ticket.shape, tl.int32)
-    high = tl.where(uneven, count, 1)
-    below = tl.zeros(ticket.shape, tl.int32)
-    total = tl.full(ticket.shape, SHARE_TOTAL, tl.int32)
+def share_by_ticket(threshold_ptr, offset, count, uneven, ticket, middle, share):
+    """Replica of a ticket when replicas take turns in the proportion of their shares (`dispatch.deal_shares`).
+
+    middle, share: split of the tree's root, loaded by the caller; only experts with three replicas or more go on.
+    """
+    root = tl.full(ticket.shape, SHARE_TOTAL, tl.int32)
+    left, ticket = split_turn(ticket, share, SHARE_TOTAL)
+    low = tl.where(left, 0, middle)
+    high = tl.where(left, middle, count)
+    total = tl.where(left, share, root - share)
+    below = tl.where(left, 0, share)
+    high = tl.where(uneven, high, low + 1)
     while tl.max(high - low) > 1:
         live = high - low > 1
         middle = low + (high - low + 1) // 2
         share = tl.load(threshold_ptr + offset + middle - 1, mask=live, other=0) - below
-        left, turn = split_turn(ticket, tl.where(live, share, 0), total)
+        left, turn = split_turn(ticket, tl.where(live, share, 0), tl.maximum(total, 1).to(tl.uint32))
         ticket = tl.where(live, turn, ticket)
         high = tl.where(live & left, middle, high)
         low = tl.where(live & (left == 0), middle, low)

@@ -65,6 +65,10 @@ def pick_slots(
         copy = tl.program_id(0) % TICKET_COPIES
         word = (copy * E + expert).to(tl.int64) * TICKET_STRIDE
         step: tl.constexpr = 4294967297 if COUNT else 1
+        if WEIGHTED:
+            # The tree's first share does not wait for the ticket.
+            middle = (count + 1) // 2
+            share = tl.load(tables_ptr + AT[2] + offset + middle - 1, mask=uneven, other=0)
         ticket = tl.atomic_add(
             tickets_ptr + word, tl.full(expert.shape, step, tl.int64), mask=valid, sem="relaxed"
         )
@@ -72,8 +76,9 @@ def pick_slots(
         start = (expert + ep_rank + copy).to(tl.uint32)
         replica = ((turn + start) % count.to(tl.uint32)).to(tl.int32)
         if WEIGHTED:
-            phase = (turn % 65535).to(tl.int32)
-            shared = share_by_ticket(tables_ptr + AT[2], offset, count, uneven, phase)
+            shared = share_by_ticket(
+                tables_ptr + AT[2], offset, count, uneven, (turn % 65535).to(tl.int32), middle, share
+            )
             replica = tl.where(uneven, shared, replica)
     else:
         hashes = hash_row(row, expert, salt)
@@ -221,11 +226,16 @@ def route(
     if HAS_VALID:
         live = row < tl.minimum(tl.load(num_valid_ptr), num_tokens)
     salt = rank_salt.to(tl.uint32)
-    ready = live
+    ready = tl.broadcast_to(live, [32, ROWS])
     if FORM == "hash":
         seed = tl.load(seed_ptr)
         salt = salt + seed.to(tl.uint32) * 0x27D4EB2F
-        ready = live & (seed >= 0)  # always: seeds are not negative
+        ready &= seed >= 0  # always: seeds are not negative
+    if EARLY and FORM != "static":
+        # The slots' sectors come to the cache while the choice is made; a slot is never negative.
+        for part in tl.static_range((NUM_SLOTS + 255) // 256):
+            slot = part * 256 + lane * 8
+            ready &= tl.load(tables_ptr + AT[1] + slot, mask=slot < NUM_SLOTS, other=0) >= 0
     ANY_BIAS: tl.constexpr = HAS_BIAS or HAS_MARKED
     logit_row = logits_ptr + row * row_stride
     bias_row = bias_ptr + row * bias_stride
@@ -313,8 +323,11 @@ def route(
             largest = tl.where(top == float("-inf"), 0.0, top)
         weight = score_of(x, largest, denominator, SCORING)
         if ANY_BIAS:
-            bias = row_bias(bias_row, marked_ptr, marked, expert, valid, HAS_MARKED, HAS_BIAS)
-            usable = bias >= -FLOAT_MAX
+            if EARLY and MODE == "choose" and not BY_ID:
+                usable = best_key > INFINITY_IMAGE
+            else:
+                bias = row_bias(bias_row, marked_ptr, marked, expert, valid, HAS_MARKED, HAS_BIAS)
+                usable = bias >= -FLOAT_MAX
             weight = tl.where(usable, weight, 0.0)
     weight = tl.where(valid, weight, 0.0)
     if RENORMALIZE:

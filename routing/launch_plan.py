@@ -24,6 +24,7 @@ class LaunchPlan:
     group_pad, group_lanes   padded size of a group and the lanes that hold it; 0 and 1 without groups
     rows, warps  of a program
     early        all loads before any arithmetic: short batches are latency
+    registers    a thread; else the compiler stops at what lets a multiprocessor fill up, and serialises
     """
 
     chunks: int
@@ -35,6 +36,7 @@ class LaunchPlan:
     rows: int
     warps: int
     early: bool
+    registers: int | None = None
 
 
 def supports_groups(config: RouterConfig) -> bool:

@@ -17,6 +17,7 @@ from evenroute.routing.tables import fits_payload
 
 # From this many rows on tickets use several copies of their words: exact up to here, within 2 % above.
 EXACT_ROWS = 256
+INTERPRETED_ROWS = 8
 _TABLE_COLUMNS = (
     "replica_span",
     "replica_slot",
@@ -35,8 +36,8 @@ def route_kernel(form: RouteForm, call: RouteCall, out: RoutingOutput, *, pdl: b
         return out
     if call.given_ids is None and call.expert_ids_by_token is None and not supports_groups(form.config):
         call = choose_on_host_path(form.config, call)
-    grid, arguments, constants, warps = launch_arguments(form, call, out, pdl)
-    route[grid](*arguments, **constants, num_warps=warps, **({"launch_pdl": True} if pdl else {}))
+    grid, arguments, constants, options = launch_arguments(form, call, out, pdl)
+    route[grid](*arguments, **constants, **options)
     return out
 
 
@@ -63,8 +64,8 @@ def _rows_contiguous(tensor: Tensor) -> Tensor:
 
 def launch_arguments(
     form: RouteForm, call: RouteCall, out: RoutingOutput, pdl: bool = False
-) -> tuple[tuple[int], list[Any], dict[str, Any], int]:
-    """(grid, positional arguments, constants, warps) of one launch."""
+) -> tuple[tuple[int], list[Any], dict[str, Any], dict[str, Any]]:
+    """(grid, positional arguments, constants, compiler and launch options) of one launch."""
     config, tables, counters = form.config, form.tables, form.counters
     plan = plan_launch(config, call.num_tokens)
     mode = "choose"
@@ -149,8 +150,16 @@ def launch_arguments(
         "BIAS_ON_SCORE": config.bias_domain == "score"
         and (call.bias is not None or call.marked_bias is not None),
     }
-    grid = (-(-call.num_tokens // plan.rows),)
-    return grid, arguments, constants, plan.warps
+    if not out.weights.is_cuda:
+        # The interpreter runs programs one after the other: wide ones cost it no more than narrow ones.
+        constants["ROWS"] = INTERPRETED_ROWS
+    grid = (-(-call.num_tokens // constants["ROWS"]),)
+    options: dict[str, Any] = {"num_warps": plan.warps}
+    if plan.registers is not None and out.weights.is_cuda:
+        options["maxnreg"] = plan.registers
+    if pdl:
+        options["launch_pdl"] = True
+    return grid, arguments, constants, options
 
 
 def config_constants(config: RouterConfig) -> dict[str, Any]:

@@ -109,12 +109,12 @@ def test_graph_replay_follows_the_device(deal: str, pdl: bool) -> None:
         router(logits, 0, num_valid_tokens=valid, out=out)
     torch.cuda.synchronize()
     counters.take()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
         for _ in range(3):
             router(logits, 0, num_valid_tokens=valid, out=out)
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     placement = Placement.initial(1, 256, 288, Topology(8))
     turned = Placement(placement.physical_to_logical[:, ::-1].copy(), 256, Topology(8))
     seen = []
