@@ -310,8 +310,9 @@ def route(
         )
         weight = tl.where((weight != weight) | (weight < -FLOAT_MAX), 0.0, tl.minimum(weight, FLOAT_MAX))
     else:
+        # A long batch would pay more for carrying keys along than for fetching the logits again.
         KEY_IS_LOGIT: tl.constexpr = (
-            (MODE == "choose") and (not BY_ID) and (SCORING == "softmax") and (not ANY_BIAS)
+            EARLY and MODE == "choose" and (not BY_ID) and SCORING == "softmax" and (not ANY_BIAS)
         )
         if KEY_IS_LOGIT:
             x = tl.where(valid & (best_key >= INFINITY_IMAGE), inverse_key(best_key), float("-inf"))
