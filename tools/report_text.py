@@ -114,7 +114,7 @@ def _heading(facts: dict[str, Any]) -> list[tuple[str, str]]:
         windows += f"; {clock(facts['first_time'])} to {clock(facts['last_time'])} UTC"
     lines = [
         ("kind", facts["kind"]),
-        ("model", " ".join(filter(None, [facts["model"] or "not stated", facts["phase"]]))),
+        ("model", "; ".join(filter(None, [facts["model"] or "not stated", facts["phase"]]))),
         ("shape", "; ".join(shape)),
         ("history", windows),
         ("routed", f"{count(facts['routed'])} (token, expert) pairs; tokens {count(facts['tokens'])}"),
@@ -223,7 +223,7 @@ def _placements(placements: Sequence[dict[str, Any]]) -> Table:
 def _placement_only(facts: dict[str, Any]) -> RenderableType:
     lines = [
         ("kind", facts["kind"]),
-        ("model", " ".join(filter(None, [facts["model"] or "not stated", facts["phase"]]))),
+        ("model", "; ".join(filter(None, [facts["model"] or "not stated", facts["phase"]]))),
         ("shape", f"{facts['num_layers']} layers x {facts['num_logical_experts']} experts"),
         ("slots", f"{facts['num_slots']} on {facts['ep_size'] or 'not stated'} ranks"),
         ("replicas", facts["replicas"]),
