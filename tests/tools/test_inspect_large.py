@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -47,12 +48,14 @@ def write_large(path: Path, seed: int) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, np.ndarray]]:
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[Path, np.ndarray]]]:
     folder = tmp_path_factory.mktemp("large")
     paths = [folder / "a.evd", folder / "b.evd"]
     found = [(path, write_large(path, seed)) for seed, path in enumerate(paths)]
     assert paths[0].stat().st_size > 1_180_000_000
-    return found
+    yield found
+    for path in paths:  # pytest keeps its folders; nobody needs 2.4 GB of them
+        path.unlink()
 
 
 def watched(*arguments: object) -> tuple[str, float, int]:
