@@ -256,7 +256,7 @@ def align_counted_kernel(
     capacity,
     num_blocks,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_SIZE_PAD: tl.constexpr,
+    PAD: tl.constexpr,
     OWN: tl.constexpr,
     COLUMNS: tl.constexpr,
     BINS: tl.constexpr,
@@ -290,15 +290,17 @@ def align_counted_kernel(
     if HAS_INVERSE:
         tl.store(inverse_ptr + index, tl.where(written, place, -1), mask=inside)
 
-    own = tl.minimum(program * BUCKETS + tl.arange(0, BUCKETS), BINS - 1)
-    own_end = tl.gather(ends, own, 0)
-    own_start = tl.gather(starts, own, 0)
-    # A dropped bucket has a count, but neither place nor padding.
-    used = own_start + tl.where(own_end > own_start, tl.gather(counts, own, 0), 0)
-    pad = used[:, None] + tl.arange(0, BLOCK_SIZE_PAD)[None, :]
-    tl.store(
-        sorted_ids + pad, tl.zeros([BUCKETS, BLOCK_SIZE_PAD], tl.int32) + numel, mask=pad < own_end[:, None]
-    )
+    for first in range(program * BUCKETS, num_experts + 1, programs * BUCKETS):
+        own = tl.minimum(first + tl.arange(0, BUCKETS), num_experts + 1)
+        own_end = tl.gather(ends, own, 0)
+        own_start = tl.gather(starts, own, 0)
+        # A dropped bucket has a count, but neither place nor padding.
+        used = own_start + tl.where(own_end > own_start, tl.gather(counts, own, 0), 0)
+        for begin in range(0, BLOCK_SIZE, PAD):
+            pad = used[:, None] + begin + tl.arange(0, PAD)[None, :]
+            tl.store(
+                sorted_ids + pad, tl.zeros([BUCKETS, PAD], tl.int32) + numel, mask=pad < own_end[:, None]
+            )
     _store_expert_ids(
         expert_ids, ends, total, num_blocks, program * BLOCKS, programs * BLOCKS, BLOCK_SIZE, BLOCKS
     )
