@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evenroute.routing.align import AlignBuffers, align_capacity, moe_align_block_size
 from evenroute.routing.align_plan import AlignPlan, launch_align, plan_align
@@ -168,6 +170,16 @@ def test_capacity_holds_the_worst_case(block_size):
     ids = torch.tensor([*range(-1, 7), 3, 3, 3])[:, None]
     check(ids, block_size, 7, "sentinel", "reference")
     check(torch.full((7, 1), 2), block_size, 7, "sentinel", "reference")
+
+
+@given(
+    ids=st.lists(st.integers(-3, 12), max_size=60),
+    block_size=st.integers(1, 20),
+    num_experts=st.integers(1, 11),
+    invalid=st.sampled_from(["sentinel", "drop"]),
+)
+def test_reference_keeps_the_contract(ids, block_size, num_experts, invalid):
+    check(torch.tensor(ids, dtype=torch.int32)[:, None], block_size, num_experts, invalid, "reference")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from evenroute.eplb.placement import Placement
+from evenroute.eplb.topology import Topology
+from evenroute.routing.config import RouterConfig
+from evenroute.routing.router import Router
 from evenroute.routing.simulated import KINDS, LogitSource
 from evenroute.routing.simulated_trace import build_trace_design, moe_layers, proportional_probabilities
+from evenroute.routing.tables import DispatchTables
 
 
 @dataclass(frozen=True)
@@ -273,3 +278,32 @@ def test_probabilities_above_one_are_capped():
     found = proportional_probabilities(np.array([10.0, 5.0, 1.0, 1.0]), 3)
     np.testing.assert_allclose(found, [1, 1, 0.5, 0.5])
     np.testing.assert_allclose(proportional_probabilities(np.array([3.0, 0.0, 0.0]), 2), [1, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sources_drive_the_router(kind):
+    config = RouterConfig(32, 4, "sigmoid", num_groups=4, topk_group=2)
+    tables = DispatchTables(Placement.initial(1, 32, 40, Topology(4)), ep_rank=0, device="cpu")
+    router = Router(config, tables, backend="reference")
+    rng = np.random.default_rng(3)
+    loads = rng.lognormal(0.0, 0.5, (1, 32)) if kind == "trace" else None
+    bias = torch.from_numpy(rng.uniform(-0.1, 0.1, 32).astype(np.float32))
+    source = LogitSource(kind, config, 1, seed=0, loads=loads, bias=bias, ep_size=4)
+    valid = torch.tensor([4900], dtype=torch.int32)
+    for step in range(4):
+        if source.rewrites_ids:
+            ids, weights = source.ids(0, 5000, step, valid), source.weights(5000)
+            out = router(None, 0, logical_ids=ids, weights=weights, num_valid_tokens=valid)
+            assert torch.equal(out.weights[:4900], weights[:4900])
+        else:
+            logits = source.logits(0, 5000, step)
+            out = router(logits, 0, bias=source.effective_bias(bias), num_valid_tokens=valid)
+        assert bool((out.physical_ids[4900:] == -1).all())
+    counts = router.counters.take()[0].double().numpy()
+    assert counts.sum() == 4 * 4900 * 4
+    share = counts / counts.sum()
+    if kind == "zipf":
+        assert share.max() > 3 / 32
+    else:
+        wanted = np.full(32, 1 / 32) if loads is None else loads[0] / loads.sum()
+        assert variation(share, wanted) < 0.02
