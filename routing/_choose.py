@@ -294,6 +294,61 @@ def choose_again(
 
 
 @triton.jit
+def early_loads(
+    logit_row,
+    bias_row,
+    marked_ptr,
+    marked,
+    exists,
+    CHUNKS: tl.constexpr,
+    EARLY: tl.constexpr,
+    SHAPE: tl.constexpr,
+    FORM: tl.constexpr,
+    SCORE: tl.constexpr,
+):
+    """(logits, bias) of all chunks: a batch of one wave is all latency, so every load is sent before any arithmetic."""
+    loaded = ()
+    if EARLY:
+        for chunk in tl.static_range(CHUNKS):
+            x = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
+            bias = load_bias(bias_row, marked_ptr, marked, chunk, SHAPE, FORM, SCORE)
+            loaded = loaded + ((x, bias),)
+    return loaded
+
+
+@triton.jit
+def gated_images(
+    loaded,
+    logit_row,
+    bias_row,
+    marked_ptr,
+    marked,
+    chunk: tl.constexpr,
+    exists,
+    ready,
+    largest,
+    denominator,
+    EARLY: tl.constexpr,
+    SHAPE: tl.constexpr,
+    FORM: tl.constexpr,
+    SCORE: tl.constexpr,
+):
+    """Key images of one chunk.
+
+    Nothing is added to the bias of a row that counts. The compiler would load what `ready` hangs on last of all; the
+    first chunk's arithmetic needs it beside loads that are waited for anyway.
+    """
+    if EARLY:
+        x, bias = loaded[chunk]
+    else:
+        x = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
+        bias = load_bias(bias_row, marked_ptr, marked, chunk, SHAPE, FORM, SCORE)
+    if chunk == 0 and SCORE[2]:
+        bias += tl.where(ready, 0.0, float("nan"))[:, :, None]
+    return images_of(x, bias, chunk, largest, denominator, SHAPE, FORM, SCORE)
+
+
+@triton.jit
 def choose_by_lists(
     logit_row,
     bias_row,
@@ -318,27 +373,34 @@ def choose_by_lists(
 ):
     """(image, payload) [32, ROWS]: lane k holds the k-th best pair of its row; and which rows' lists ran out."""
     ROWS: tl.constexpr = SHAPE[1]
-    loaded = ()
+    loaded = early_loads(logit_row, bias_row, marked_ptr, marked, exists, CHUNKS, EARLY, SHAPE, FORM, SCORE)
+    payloads = ()
     if EARLY:
-        # Short batches are all latency: every load is on its way before the first is needed.
         for chunk in tl.static_range(CHUNKS):
-            x = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
-            bias = load_bias(bias_row, marked_ptr, marked, chunk, SHAPE, FORM, SCORE)
-            loaded = loaded + ((x, bias, chunk_payloads(payload_ptr, chunk, SHAPE, FORM, SCORE)),)
+            payloads = payloads + (chunk_payloads(payload_ptr, chunk, SHAPE, FORM, SCORE),)
     keys = ()
     pays = ()
     for chunk in tl.static_range(CHUNKS):
+        image = gated_images(
+            loaded,
+            logit_row,
+            bias_row,
+            marked_ptr,
+            marked,
+            chunk,
+            exists,
+            ready,
+            largest,
+            denominator,
+            EARLY,
+            SHAPE,
+            FORM,
+            SCORE,
+        )
         if EARLY:
-            x, bias, payload = loaded[chunk]
+            payload = payloads[chunk]
         else:
-            x = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
-            bias = load_bias(bias_row, marked_ptr, marked, chunk, SHAPE, FORM, SCORE)
             payload = chunk_payloads(payload_ptr, chunk, SHAPE, FORM, SCORE)
-        if chunk == 0 and SCORE[2]:
-            # Nothing is added to the bias of a row that counts. The compiler would load what `ready` hangs on
-            # last of all; this makes the first arithmetic need it, beside loads that are waited for anyway.
-            bias += tl.where(ready, 0.0, float("nan"))[:, :, None]
-        image = images_of(x, bias, chunk, largest, denominator, SHAPE, FORM, SCORE)
         new_keys, new_pays = sort4(split4(image, ROWS), split4(payload, ROWS))
         if chunk == 0:
             keys = new_keys
@@ -371,8 +433,10 @@ def choose_by_bound(
     largest,
     denominator,
     lane,
+    ready,
     K: tl.constexpr,
     CHUNKS: tl.constexpr,
+    EARLY: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SLOTS: tl.constexpr,
     TG: tl.constexpr,
@@ -388,12 +452,26 @@ def choose_by_bound(
     K = 16 as a rule) are dealt out by a prefix sum over the lanes' bit masks; more than 32 * SLOTS of them: failed.
     """
     ROWS: tl.constexpr = SHAPE[1]
+    loaded = early_loads(logit_row, bias_row, marked_ptr, marked, exists, CHUNKS, EARLY, SHAPE, FORM, SCORE)
     images = ()
     first = tl.full(SHAPE, EXCLUDED, tl.int32)
     second = tl.full(SHAPE, EXCLUDED, tl.int32)
     for chunk in tl.static_range(CHUNKS):
-        image = chunk_images(
-            logit_row, bias_row, marked_ptr, marked, chunk, exists, largest, denominator, SHAPE, FORM, SCORE
+        image = gated_images(
+            loaded,
+            logit_row,
+            bias_row,
+            marked_ptr,
+            marked,
+            chunk,
+            exists,
+            ready,
+            largest,
+            denominator,
+            EARLY,
+            SHAPE,
+            FORM,
+            SCORE,
         )
         images = images + (image,)
         if TG > 0:
@@ -489,8 +567,10 @@ def choose_best(
             largest,
             denominator,
             lane,
+            ready,
             K,
             CHUNKS,
+            EARLY and CHUNKS <= 8,
             SEGMENTS,
             SLOTS,
             TG,

@@ -23,7 +23,7 @@ class LaunchPlan:
     depth        entries a lane list keeps; 0: choice by bound, with `segments` maxima and `slots` candidates a lane
     group_pad, group_lanes   padded size of a group and the lanes that hold it; 0 and 1 without groups
     rows, warps  of a program
-    early        all loads before any arithmetic: short batches are latency
+    early        all loads before any arithmetic: a batch of one wave is latency
     registers    a thread; else the compiler stops at what lets a multiprocessor fill up, and serialises
     """
 
@@ -89,8 +89,8 @@ def chosen_by_bound(top_k: int, per_lane: int, num_tokens: int) -> bool:
 
 
 @lru_cache(maxsize=256)
-def plan_launch(config: RouterConfig, num_tokens: int) -> LaunchPlan:
-    """Plan for T rows; only the class of T matters, so that few variants are compiled."""
+def plan_launch(config: RouterConfig, num_tokens: int, weighted: bool = False) -> LaunchPlan:
+    """Plan for T rows; only the class of T matters (to 256, to 4096, above), so that few variants are compiled."""
     size = 256 if num_tokens <= 256 else 8192
     if config.grouped:
         group = max(4, _power_of_two(config.num_experts // config.num_groups))
@@ -104,14 +104,25 @@ def plan_launch(config: RouterConfig, num_tokens: int) -> LaunchPlan:
     if chosen_by_bound(config.top_k, per_lane, num_tokens):
         depth = 0
         segments, slots = bound_layout(config.top_k, per_lane, used)
-    rows, warps = rows_and_warps(per_lane, num_tokens)
+    rows, warps, registers = program_shape(per_lane, num_tokens, weighted)
+    early = num_tokens <= 4096  # one wave
     return LaunchPlan(
-        per_lane // 4, depth, segments, slots, group, group_lanes, rows, warps, num_tokens <= 256
+        per_lane // 4, depth, segments, slots, group, group_lanes, rows, warps, early, registers
     )
 
 
-def rows_and_warps(per_lane: int, num_tokens: int) -> tuple[int, int]:
-    """Rows and warps of a program, one row a warp (measured on one H200; more rows a warp never paid)."""
-    if num_tokens <= 256 or per_lane > 8:
-        return 1, 1
-    return 2, 2
+def program_shape(per_lane: int, num_tokens: int, weighted: bool) -> tuple[int, int, int | None]:
+    """(rows, warps, registers a thread) of a program, one row a warp: measured on one H200.
+
+    Several warps a program save launches; the weighted deal's loop, and lists that can run out, then have to agree
+    across warps, which costs more. More rows a warp never paid.
+    """
+    if per_lane > 8:
+        return 1, 1, 128 if per_lane > 16 and num_tokens <= 4096 else None
+    if weighted:
+        return (2, 2, 64) if per_lane <= 4 and num_tokens > 256 else (1, 1, None)
+    if per_lane <= 4:
+        return 4, 4, 64
+    if num_tokens > 4096:
+        return 1, 1, None
+    return (2, 2, 64) if num_tokens <= 256 else (4, 4, 64)

@@ -67,7 +67,7 @@ def launch_arguments(
 ) -> tuple[tuple[int], list[Any], dict[str, Any], dict[str, Any]]:
     """(grid, positional arguments, constants, compiler and launch options) of one launch."""
     config, tables, counters = form.config, form.tables, form.counters
-    plan = plan_launch(config, call.num_tokens)
+    plan = plan_launch(config, call.num_tokens, form.weighted and form.form == "exact")
     mode = "choose"
     if call.given_ids is not None:
         mode = "given"
