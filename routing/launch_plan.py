@@ -118,11 +118,11 @@ def program_shape(per_lane: int, num_tokens: int, weighted: bool) -> tuple[int, 
     across warps, which costs more. More rows a warp never paid.
     """
     if per_lane > 8:
-        return 1, 1, 128 if per_lane > 16 and num_tokens <= 4096 else None
+        return 1, 1, 128 if per_lane > 16 and num_tokens <= 256 else None
     if weighted:
         return (2, 2, 64) if per_lane <= 4 and num_tokens > 256 else (1, 1, None)
     if per_lane <= 4:
         return 4, 4, 64
     if num_tokens > 4096:
         return 1, 1, None
-    return (2, 2, 64) if num_tokens <= 256 else (4, 4, 64)
+    return 2, 2, 64
