@@ -25,9 +25,13 @@ def _best_swap(hot, slots, flow, load, num_local, level, power, holds, at_first,
     ``keep [P]`` is scratch: -2 where rank ``hot`` holds the slot's expert, else what its coming costs.
     """
     bad_hot = _badness(load[hot], level, power)
-    for j in range(slots.shape[0]):
-        expert = slots[j]
-        keep[j] = -2 if holds[hot, expert] else (0 if at_first[hot, expert] else 1) - paid[j]
+    least_keep = np.zeros(load.shape[0], dtype=np.int64)
+    for to in range(load.shape[0]):
+        for j in range(to * num_local, (to + 1) * num_local):
+            expert = slots[j]
+            keep[j] = -2 if holds[hot, expert] else (0 if at_first[hot, expert] else 1) - paid[j]
+            if paid[j] == 1:
+                least_keep[to] = -1
     score, kind, best_i, best_j = best
     for i in range(hot * num_local, (hot + 1) * num_local):
         a, size = slots[i], flow[i]
@@ -36,6 +40,10 @@ def _best_swap(hot, slots, flow, load, num_local, level, power, holds, at_first,
                 continue
             cost_a = (0 if at_first[to, a] else 1) - paid[i]
             bad_to = _badness(load[to], level, power)
+            # No swap does better than meeting in the middle.
+            middle = _badness(0.5 * (load[hot] + load[to]), level, power)
+            if bad_hot + bad_to - 2.0 * middle <= score * max(float(cost_a + least_keep[to]), 0.5):
+                continue
             for j in range(to * num_local, (to + 1) * num_local):
                 shift = size - flow[j]
                 if shift <= 0.0 or keep[j] == -2:
@@ -51,38 +59,46 @@ def _best_swap(hot, slots, flow, load, num_local, level, power, holds, at_first,
 
 
 @kernel
-def _best_copy(hot, slots, nxt, flow, load, num_local, level, power, counts, holds, at_first, paid, best):
+def _best_copy(
+    hot, slots, nxt, flow, load, num_local, rank_of, level, power, counts, holds, at_first, paid, best
+):
     """Best further replica of an expert of rank ``hot`` in place of a replica that is not its expert's last.
 
     The gain of the one expert and the loss of the other are added up as if no rank held both.
     """
     score, kind, best_i, best_j = best
+    first = hot * num_local
+    relief = np.empty(num_local)  # of all ranks that hold the expert already
+    for k in range(num_local):
+        less = flow[first + k] / (counts[slots[first + k]] + 1)
+        relief[k] = 0.0
+        other = first + k
+        while True:
+            at = load[rank_of[other]]
+            relief[k] += _badness(at, level, power) - _badness(at - less, level, power)
+            other = nxt[other]
+            if other == first + k:
+                break
     for j in range(slots.shape[0]):
         if nxt[j] == j:
             continue
-        to, b = j // num_local, slots[j]
+        to, b = rank_of[j], slots[j]
         more = flow[j] / (counts[b] - 1)
         loss = 0.0
         other = nxt[j]
         while other != j:
-            at = load[other // num_local]
+            at = load[rank_of[other]]
             loss += _badness(at + more, level, power) - _badness(at, level, power)
             other = nxt[other]
         bad_to = _badness(load[to], level, power)
-        for i in range(hot * num_local, (hot + 1) * num_local):
+        for k in range(num_local):
+            i = first + k
             a = slots[i]
             if holds[to, a]:
                 continue
             cost = max(float((0 if at_first[to, a] else 1) - paid[j]), 0.5)
-            less = flow[i] / (counts[a] + 1)
-            gain = bad_to - _badness(load[to] - flow[j] + less * counts[a], level, power) - loss
-            other = i
-            while True:
-                at = load[other // num_local]
-                gain += _badness(at, level, power) - _badness(at - less, level, power)
-                other = nxt[other]
-                if other == i:
-                    break
+            comes = flow[i] * counts[a] / (counts[a] + 1) - flow[j]
+            gain = relief[k] - loss + bad_to - _badness(load[to] + comes, level, power)
             if gain > score * cost:
                 score, kind, best_i, best_j = gain / cost, COPY, i, j
     return score, kind, best_i, best_j
@@ -149,6 +165,7 @@ def even_path(
     at_first = np.empty((num_ranks, num_experts), dtype=np.bool_)
     holds = np.empty((num_ranks, num_experts), dtype=np.bool_)
     counts = np.empty(num_experts, dtype=np.int64)
+    rank_of = np.arange(num_slots) // num_local
     paid, keep = np.empty(num_slots, dtype=np.int64), np.empty(num_slots, dtype=np.int64)
     for layer in range(num_layers):
         row = slots[layer]
@@ -171,7 +188,20 @@ def even_path(
                 break
             best = (tiny, -1, -1, -1)
             best = _best_copy(
-                hot, row, nxt, flow, load, num_local, level, power, counts, holds, at_first, paid, best
+                hot,
+                row,
+                nxt,
+                flow,
+                load,
+                num_local,
+                rank_of,
+                level,
+                power,
+                counts,
+                holds,
+                at_first,
+                paid,
+                best,
             )
             best = _best_swap(
                 hot, row, flow, load, num_local, level, power, holds, at_first, paid, keep, best

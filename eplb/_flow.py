@@ -43,11 +43,12 @@ def even_flow(loads, slots, num_local, flow, load):
 
 
 @kernel
-def push_excess(level, tolerance, num_local, nxt, flow, load, seen, from_slot, queue):
+def push_excess(level, tolerance, num_local, rank_of, nxt, flow, load, seen, from_slot, queue):
     """Push load above ``level`` to ranks below it along shortest augmenting paths; returns what is left.
 
-    Afterwards ``seen [R]`` marks the ranks that the remaining excess can reach. ``from_slot [R]`` (the slot a
-    rank was reached from) and ``queue [R]`` are scratch; a path's receiving slot is found through the ring.
+    Afterwards ``seen [R]`` marks the ranks that the remaining excess can reach. ``rank_of [P]`` are the ranks of slots;
+    ``from_slot [R]`` (the slot a rank was reached from) and ``queue [R]`` are scratch. A path's receiving slot is found
+    through the ring.
     """
     num_ranks = load.shape[0]
     while True:
@@ -70,7 +71,7 @@ def push_excess(level, tolerance, num_local, nxt, flow, load, seen, from_slot, q
                     continue
                 other = nxt[slot]
                 while other != slot:
-                    to = other // num_local
+                    to = rank_of[other]
                     if not seen[to]:
                         seen[to] = True
                         from_slot[to] = slot
@@ -92,7 +93,7 @@ def push_excess(level, tolerance, num_local, nxt, flow, load, seen, from_slot, q
         rank = sink
         while from_slot[rank] >= 0:
             amount = min(amount, flow[from_slot[rank]])
-            rank = from_slot[rank] // num_local
+            rank = rank_of[from_slot[rank]]
         amount = min(amount, load[rank] - level)
         load[rank] -= amount
         load[sink] += amount
@@ -100,18 +101,18 @@ def push_excess(level, tolerance, num_local, nxt, flow, load, seen, from_slot, q
         while from_slot[rank] >= 0:
             slot = from_slot[rank]
             other = nxt[slot]
-            while other // num_local != rank:
+            while rank_of[other] != rank:
                 other = nxt[other]
             flow[slot] -= amount
             flow[other] += amount
-            rank = slot // num_local
+            rank = rank_of[slot]
 
 
 @kernel
-def lowest_level(level, tolerance, num_local, nxt, flow, load, seen, from_slot, queue):
+def lowest_level(level, tolerance, num_local, rank_of, nxt, flow, load, seen, from_slot, queue):
     """Raise ``level`` (a lower bound) until all load fits below it; returns that exact optimum."""
     while True:
-        excess = push_excess(level, tolerance, num_local, nxt, flow, load, seen, from_slot, queue)
+        excess = push_excess(level, tolerance, num_local, rank_of, nxt, flow, load, seen, from_slot, queue)
         if excess <= 0.0:
             return level
         total, count = 0.0, 0
@@ -173,11 +174,12 @@ def solve_shares(loads, slots, num_ranks, shares, levels):
     seen = np.empty(num_ranks, dtype=np.bool_)
     from_slot = np.empty(num_ranks, dtype=np.int64)
     queue = np.empty(num_ranks, dtype=np.int64)
+    rank_of = np.arange(num_slots) // num_local
     for layer in range(num_layers):
         link_replicas(slots[layer], loads.shape[1], nxt)
         even_flow(loads[layer], slots[layer], num_local, flow, load)
         mean = load.mean()
         levels[layer] = lowest_level(
-            mean, mean * TOLERANCE, num_local, nxt, flow, load, seen, from_slot, queue
+            mean, mean * TOLERANCE, num_local, rank_of, nxt, flow, load, seen, from_slot, queue
         )
         round_shares(loads[layer], slots[layer], nxt, flow, shares[layer])

@@ -16,7 +16,7 @@ from evenroute.eplb.compiled import kernel
 
 @kernel
 def _excess_and_room(
-    left, level, tolerance, num_local, nxt, flow, load, closed, excess, room,
+    left, level, tolerance, num_local, rank_of, nxt, flow, load, closed, excess, room,
     trial_flow, trial_load, seen, from_slot, queue,
 ):  # fmt: skip
     """Per rank, by one flow each: in the closed set, excess it would draw if it had room without end; outside,
@@ -28,7 +28,7 @@ def _excess_and_room(
         if closed[rank]:
             trial_load[rank] -= endless
             rest = push_excess(
-                level, tolerance, num_local, nxt, trial_flow, trial_load, seen, from_slot, queue
+                level, tolerance, num_local, rank_of, nxt, trial_flow, trial_load, seen, from_slot, queue
             )
             excess[rank], room[rank] = left - rest, 0.0
         else:
@@ -38,13 +38,13 @@ def _excess_and_room(
             trial_load[rank] += endless
             before = trial_load[rank] - level
             rest = push_excess(
-                level, tolerance, num_local, nxt, trial_flow, trial_load, seen, from_slot, queue
+                level, tolerance, num_local, rank_of, nxt, trial_flow, trial_load, seen, from_slot, queue
             )
             excess[rank], room[rank] = 0.0, max(0.0, level - load[rank]) + max(0.0, before - rest)
 
 
 @kernel
-def _prepare(num_local, nxt, flow, closed, excess, room, others, drawn, first):
+def _prepare(rank_of, nxt, flow, closed, excess, room, others, drawn, first):
     """What the other replicas of a slot's expert mean, ``[P]`` each.
 
     ``others`` is, inside the closed set, the load they carry there, outside it the load they could take over;
@@ -52,11 +52,11 @@ def _prepare(num_local, nxt, flow, closed, excess, room, others, drawn, first):
     speaks for the expert.
     """
     for slot in range(nxt.shape[0]):
-        inside = closed[slot // num_local]
+        inside = closed[rank_of[slot]]
         others[slot], drawn[slot], first[slot] = 0.0, 0.0, inside
         other = nxt[slot]
         while other != slot:
-            at = other // num_local
+            at = rank_of[other]
             if inside and closed[at]:
                 others[slot] += flow[other]
                 drawn[slot] += excess[at]
@@ -84,23 +84,24 @@ def _keep(score, kind, i, j, scores, found, size):
 
 @kernel
 def _candidates(
-    left, slots, nxt, flow, num_local, closed, holds, at_first, paid, excess, room, others, drawn, first,
+    left, slots, nxt, flow, rank_of, closed, holds, at_first, paid, excess, room, others, drawn, first,
     scores, found,
 ):  # fmt: skip
     """Operations out of the closed set, by an upper estimate of their gain per moved slot; returns how many."""
     num_slots = slots.shape[0]
     size, limit = 0, 0.0
+    inside = np.flatnonzero(closed[rank_of])
     for j in range(num_slots):
-        to, b = j // num_local, slots[j]
+        to, b = rank_of[j], slots[j]
         if closed[to]:
             continue
         free = room[to] + flow[j]
         # What comes into the set, or stays over it, if slot j gives up its expert.
         stays = max(0.0, flow[j] - others[j])
         joint = room[to] + others[j]
-        for i in range(num_slots):
-            source, a = i // num_local, slots[i]
-            if not closed[source] or holds[to, a]:
+        for i in inside:
+            source, a = rank_of[i], slots[i]
+            if holds[to, a]:
                 continue
             cost_a = (0 if at_first[to, a] else 1) - paid[j]
             if nxt[j] != j and first[i]:
@@ -152,7 +153,7 @@ def _apply(kind, i, j, slots, nxt, flow, load, num_local):
 
 @kernel
 def _best_of(
-    size, scores, found, left, least, level, tolerance, num_local,
+    size, scores, found, left, least, level, tolerance, num_local, rank_of,
     slots, nxt, flow, load, at_first, trial_slots, trial_nxt, trial_flow, trial_load, seen, from_slot, queue,
 ):  # fmt: skip
     """Solve candidates exactly, most promising first, until none left can be better; index or -1."""
@@ -167,7 +168,7 @@ def _best_of(
         cost = operation_cost(kind, i, j, slots, num_local, at_first)
         _apply(kind, i, j, trial_slots, trial_nxt, trial_flow, trial_load, num_local)
         rest = push_excess(
-            level, tolerance, num_local, trial_nxt, trial_flow, trial_load, seen, from_slot, queue
+            level, tolerance, num_local, rank_of, trial_nxt, trial_flow, trial_load, seen, from_slot, queue
         )
         score = (left - rest) / max(float(cost), 0.5)
         if score > best_score and left - rest > least:
@@ -202,6 +203,7 @@ def weighted_path(
     at_first = np.empty((num_ranks, num_experts), dtype=np.bool_)
     holds = np.empty((num_ranks, num_experts), dtype=np.bool_)
     paid = np.empty(num_slots, dtype=np.int64)
+    rank_of = np.arange(num_slots) // num_local
     scores, found = np.empty(tries[1]), np.empty((tries[1], 3), dtype=np.int64)
     for layer in range(num_layers):
         row = slots[layer]
@@ -215,27 +217,29 @@ def weighted_path(
         step = 0
         costs[layer, 0] = 0
         while True:
-            left = push_excess(level, tolerance, num_local, nxt, flow, load, closed, from_slot, queue)
+            left = push_excess(
+                level, tolerance, num_local, rank_of, nxt, flow, load, closed, from_slot, queue
+            )
             trial_flow[:], trial_load[:] = flow, load
             levels[layer, step] = lowest_level(
                 level if left > 0.0 else mean,
-                tolerance, num_local, nxt, trial_flow, trial_load, seen, from_slot, queue,
+                tolerance, num_local, rank_of, nxt, trial_flow, trial_load, seen, from_slot, queue,
             )  # fmt: skip
             if left <= least or step == operations.shape[1] or costs[layer, step] >= max_cost:
                 break
             _excess_and_room(
-                left, level, tolerance, num_local, nxt, flow, load, closed, excess, room,
+                left, level, tolerance, num_local, rank_of, nxt, flow, load, closed, excess, room,
                 trial_flow, trial_load, seen, from_slot, queue,
             )  # fmt: skip
-            _prepare(num_local, nxt, flow, closed, excess, room, others, drawn, first)
+            _prepare(rank_of, nxt, flow, closed, excess, room, others, drawn, first)
             best = -1
             for limit in tries:
                 size = _candidates(
-                    left, row, nxt, flow, num_local, closed, holds, at_first, paid, excess, room,
+                    left, row, nxt, flow, rank_of, closed, holds, at_first, paid, excess, room,
                     others, drawn, first, scores[:limit], found,
                 )  # fmt: skip
                 best = _best_of(
-                    size, scores, found, left, least, level, tolerance, num_local,
+                    size, scores, found, left, least, level, tolerance, num_local, rank_of,
                     row, nxt, flow, load, at_first, trial_slots, trial_nxt, trial_flow, trial_load,
                     seen, from_slot, queue,
                 )  # fmt: skip

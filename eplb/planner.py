@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,8 @@ from evenroute.eplb.planner_moves import MoveCost, MoveLimits, moved_placement
 from evenroute.eplb.planner_robust import plan_windows
 from evenroute.eplb.topology import Topology, check_plan_numbers
 from evenroute.eplb.windows import COMBINATIONS, sampling_loss, validate_windows
+
+logger = logging.getLogger("evenroute.eplb.planner")
 
 POLICIES = ("global", "hierarchical", "incremental", "weighted", "shares", "stay", "auto")
 WINDOW_CHOICES = (*COMBINATIONS, "auto")
@@ -245,6 +248,7 @@ def plan_placement(
     if won == "hierarchical":
         notices.append(_hierarchy_notice(planned_for, placement, request))
     notices += _noise_notice(array, how, topology, num_slots)
+    logger.info("%s%s", reason, "".join(f"; {notice}" for notice in notices))
     return Plan(placement, won, reason, before, predicted, moves, tuple(notices))
 
 

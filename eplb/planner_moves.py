@@ -95,7 +95,7 @@ def _search(
     if limits.max_moves is not None and num_layers:
         # A layer gets at most a few times its part of the budget; beyond that its hull is flat.
         part = -(-limits.max_moves // num_layers)
-        most = min(most, 3 * part + 6 if weighted else 2 * part + 8, limits.max_moves)
+        most = min(most, 3 * part + 6 if weighted else 8 * part // 5 + 4, limits.max_moves)
     levels: tuple[float, ...] = (1.0,)
     if weighted:
         low, high = WEIGHTED_LEVELS

@@ -19,28 +19,35 @@ if TYPE_CHECKING:
     from evenroute.eplb.placement import Placement
     from evenroute.eplb.planner import Plan
 
+MOST_WINDOWS = 64
 PNG_FRACTIONS = (0.0, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.10)
 
 
-def _read_windows(paths: Sequence[Path]) -> NDArray[np.float64]:
-    """Loads ``[W, L, E]`` of the files, oldest first."""
+def _read_windows(paths: Sequence[Path]) -> tuple[NDArray[np.float64], int]:
+    """Loads ``[W, L, E]`` of files of any known form, oldest first, and how many windows there were in all.
+
+    Of a longer history the newest `MOST_WINDOWS` are kept.
+    """
+    from collections import deque
+
     import numpy as np
 
-    from evenroute.eplb.load_files import read_logical_count
+    from evenroute.tools.load_inputs import all_windows, open_loads
 
-    windows = [read_logical_count(path) for path in paths]
-    for path, window in zip(paths, windows, strict=True):
-        if window.shape != windows[0].shape:
-            raise ValueError(
-                f"{path}: loads are {list(window.shape)}, expected {list(windows[0].shape)} as in {paths[0]}"
-            )
-    return np.stack(windows)
+    newest: deque[NDArray[Any]] = deque(maxlen=MOST_WINDOWS)
+    found = 0
+    for window in all_windows(open_loads(paths)):
+        newest.append(window)
+        found += 1
+    if not found:
+        raise ValueError(f"{paths[0]}: holds no window of loads")
+    return np.stack(newest).astype(np.float64), found
 
 
 @one_line_errors
 def plan(
     loads: Annotated[
-        list[Path], typer.Argument(help="Load files (logical_count JSON), oldest window first.")
+        list[Path], typer.Argument(help="Loads: a store, dumps or other engines' files, oldest first.")
     ],
     ep_size: Annotated[int, typer.Option(help="EP ranks.")],
     num_slots: Annotated[int, typer.Option(help="Physical experts over all ranks.")],
@@ -57,6 +64,8 @@ def plan(
         float, typer.Option(help="hierarchical: part of slots that may leave their node.")
     ] = 0.0,
     windows: Annotated[str, typer.Option(help="Several files: mean, last, ewma, robust or auto.")] = "mean",
+    model: Annotated[str | None, typer.Option(help="Name of the model, for the file.")] = None,
+    phase: Annotated[str | None, typer.Option(help="prefill, decode, ..., for the file.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the placement here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     png: Annotated[Path | None, typer.Option(help="Plot balancedness against moved slots.")] = None,
@@ -66,7 +75,9 @@ def plan(
     from evenroute.eplb.planner import plan_placement
     from evenroute.eplb.topology import check_plan_numbers
 
-    array = _read_windows(loads)
+    array, found = _read_windows(loads)
+    if found > len(array):
+        print(f"note: {found} windows found, the newest {len(array)} are planned from", file=sys.stderr)
     topology = check_plan_numbers(array.shape[2], num_slots, num_groups, num_nodes, ep_size)
     in_use = None if current is None else load_placement(current)
     made = plan_placement(
@@ -87,8 +98,13 @@ def plan(
         _write_png(png, array, start, made)
     if output is not None:
         content = None if in_use is None else in_use[1]
-        names = (content.model, content.phase) if content else ("", "")
-        save_placement(output, made.placement, model=names[0], phase=names[1])
+        old_model, old_phase = (content.model, content.phase) if content else ("", "")
+        save_placement(
+            output,
+            made.placement,
+            model=old_model if model is None else model,
+            phase=old_phase if phase is None else phase,
+        )
     facts = _facts(made, output, png)
     if as_json:
         json.dump(facts, sys.stdout)

@@ -32,10 +32,12 @@ def loads_file(tmp_path):
 
 def test_plan_writes_a_placement_and_one_json_object(loads_file, tmp_path) -> None:
     out = tmp_path / "placement.json"
-    done = plan(str(loads_file), "--ep-size", "2", "--num-slots", "6", "-o", str(out), "--json")
+    shape = ("--ep-size", "2", "--num-slots", "6", "--model", "m", "--phase", "decode")
+    done = plan(str(loads_file), *shape, "-o", str(out), "--json")
     assert (done.returncode, done.stderr) == (0, "")
     facts = json.loads(done.stdout)
-    placement, _ = load_placement(out)
+    placement, content = load_placement(out)
+    assert (content.model, content.phase) == ("m", "decode")
     assert facts["digest"] == placement.digest()
     assert facts["balancedness_predicted"]["per_layer"][0] is None
     assert facts["balancedness_predicted"]["mean"] >= facts["balancedness_before"]["mean"]
