@@ -77,3 +77,66 @@ def share_by_ticket(threshold_ptr, offset, count, uneven, ticket, middle, share)
         total = tl.where(live, tl.where(left, share, total - share), total)
         below = tl.where(live & (left == 0), below + share, below)
     return low
+
+
+@triton.jit
+def pick_slots(
+    tables_ptr,
+    tickets_ptr,
+    row,
+    expert,
+    pay,
+    valid,
+    salt,
+    ep_rank,
+    FORM: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    COUNT: tl.constexpr,
+    PAYLOAD: tl.constexpr,
+    AT: tl.constexpr,
+    E: tl.constexpr,
+    TICKET_COPIES: tl.constexpr,
+    TICKET_STRIDE: tl.constexpr,
+):
+    """Slot of every (row, expert) [32, ROWS]; AT: columns of the layer's table row (see `route_kernel.py`)."""
+    if FORM == "static":
+        if PAYLOAD:
+            return pay & 0xFFFFF
+        return tl.load(tables_ptr + AT[3] + expert, mask=valid, other=0)
+    if PAYLOAD:
+        offset = (pay >> 8) & 0xFFF
+        count = (pay >> 1) & 0x7F
+        uneven = (pay & 1) != 0
+    else:
+        span = tl.load(tables_ptr + AT[0] + expert, mask=valid, other=2)
+        offset = span >> 11
+        count = (span >> 1) & 0x3FF
+        uneven = (span & 1) != 0
+    count = tl.where(valid, count, 1)
+    uneven = uneven & valid
+    if FORM == "exact":
+        copy = tl.program_id(0) % TICKET_COPIES
+        word = (copy * E + expert).to(tl.int64) * TICKET_STRIDE
+        step: tl.constexpr = 4294967297 if COUNT else 1
+        if WEIGHTED:
+            # The tree's first share does not wait for the ticket.
+            middle = (count + 1) // 2
+            share = tl.load(tables_ptr + AT[2] + offset + middle - 1, mask=uneven, other=0)
+        ticket = tl.atomic_add(
+            tickets_ptr + word, tl.full(expert.shape, step, tl.int64), mask=valid, sem="relaxed"
+        )
+        turn = ticket.to(tl.uint32)
+        start = (expert + ep_rank + copy).to(tl.uint32)
+        replica = ((turn + start) % count.to(tl.uint32)).to(tl.int32)
+        if WEIGHTED:
+            shared = share_by_ticket(
+                tables_ptr + AT[2], offset, count, uneven, (turn % 65535).to(tl.int32), middle, share
+            )
+            replica = tl.where(uneven, shared, replica)
+    else:
+        hashes = hash_row(row, expert, salt)
+        replica = hash_to(hashes, count)
+        if WEIGHTED:
+            shared = share_by_hash(tables_ptr + AT[2], offset, count, uneven, hashes)
+            replica = tl.where(uneven, shared, replica)
+    return tl.load(tables_ptr + AT[1] + offset + replica, mask=valid, other=0)

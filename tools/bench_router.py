@@ -150,12 +150,12 @@ def time_call(call: Callable[[], Any], device: torch.device) -> float:
         graph.replay()
     times = []
     for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / CALLS * 1e3)
+        times.append(begin.elapsed_time(end) / CALLS * 1e3)
     return statistics.median(times)
 
 
