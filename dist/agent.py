@@ -10,14 +10,10 @@ agent.close()
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
@@ -27,22 +23,12 @@ import torch.distributed as torch_dist
 from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
-from evenroute.dist.address import parse_address
+from evenroute.dist.agent_start import agree_on_start, connect, job_shape
 from evenroute.dist.agent_thread import AgentThread, Take
 from evenroute.dist.agreement import Action, Commit, Discard, Key, Open
 from evenroute.dist.config import AgentConfig
-from evenroute.dist.job_start import JobStartConfig, JobStartCore, StartedJob, decode_started, encode_started
-from evenroute.dist.keys import load_client_keys
+from evenroute.dist.job_start import StartedJob
 from evenroute.dist.link import DealerLink
-from evenroute.dist.messages import (
-    DEFAULT_FRAME_LIMIT,
-    NO_KEY,
-    JobShape,
-    MessageError,
-    Up,
-    decode_down,
-    encode,
-)
 from evenroute.dist.mover import LayerMover, TablesOnly, TableUpdater
 from evenroute.dist.process_groups import RollCall, new_cpu_group
 from evenroute.dist.rank_core import RankConfig, RankCore
@@ -170,15 +156,15 @@ class RankAgent:
         `mover`, hold the agreed one when this returns. Raises TimeoutError or RuntimeError naming operation and limit.
         """
         rank = torch_dist.get_rank(ep_group)
-        job = _job_shape(config, placement)
+        job = job_shape(config, placement)
         if rank >= job.ep_size or torch_dist.get_world_size(ep_group) != job.ep_size:
             raise ValueError(
                 f"ep_group: {torch_dist.get_world_size(ep_group)} ranks found, the placement is for {job.ep_size}"
             )
         vote_group = new_cpu_group(ep_group, limit_s=config.vote_limit_s)
-        link = _connect(config)
+        link = connect(config)
         try:
-            started = _agree_on_start(config, job, placement, rank, vote_group, link)
+            started = agree_on_start(config, job, placement, rank, vote_group, link)
             mover = TablesOnly(tables) if mover is None else mover
             mover.load(started.version().placement)
             counters.take()  # whatever ran before the job (warm-up) is no load of it
@@ -367,110 +353,3 @@ class RankAgent:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _job_shape(config: AgentConfig, placement: Placement) -> JobShape:
-    return JobShape(
-        num_layers=placement.num_layers,
-        num_logical_experts=placement.num_logical_experts,
-        num_slots=placement.num_slots,
-        ep_size=placement.topology.ep_size,
-        num_nodes=placement.topology.num_nodes,
-        top_k=config.top_k,
-        shared_counts=config.shared_counts,
-        model=config.model,
-    )
-
-
-def _connect(config: AgentConfig) -> DealerLink | None:
-    if not config.rebalancer:
-        return None
-    keys = load_client_keys(Path(config.keys)) if config.keys else None
-    address = parse_address(config.rebalancer, field="agent.rebalancer")
-    return DealerLink(address, keys=keys, max_message_bytes=DEFAULT_FRAME_LIMIT)
-
-
-def _agree_on_start(
-    config: AgentConfig,
-    job: JobShape,
-    placement: Placement,
-    rank: int,
-    group: ProcessGroup,
-    link: DealerLink | None,
-) -> StartedJob:
-    """Rank 0 decides, all hear it; an error of rank 0 is everybody's error."""
-    data: bytes | None = None
-    failure: Exception | None = None
-    if rank == 0:
-        try:
-            data = encode_started(_ask_snapshot(config, job, placement, link))
-        except (TimeoutError, OSError) as error:
-            failure = error
-    with _naming("job start: broadcast of the start placement"):
-        data = _broadcast(data, group)
-    if failure is not None:
-        raise failure
-    if not data:
-        raise TimeoutError("job start: rank 0 got no placement (see its message)")
-    started = decode_started(data)
-    mine = placement.digest()
-    if started.key == NO_KEY and started.version().digest != mine:
-        raise RuntimeError(
-            f"job start: rank {rank} has a start placement with digest {mine:#x}, rank 0 one with "
-            f"{started.version().digest:#x}; all ranks need the same"
-        )
-    if started.job != job:
-        raise RuntimeError(
-            f"job start: rank {rank} has {job}, rank 0 has {started.job}; all ranks need the same"
-        )
-    return started
-
-
-@contextmanager
-def _naming(operation: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(f"{operation}: {' '.join(str(error).split())[:300]}") from error
-
-
-def _broadcast(data: bytes | None, group: ProcessGroup) -> bytes:
-    """Rank 0's bytes on all ranks; empty when rank 0 has none."""
-    size = torch.tensor([len(data or b"")], dtype=torch.int64)
-    torch_dist.broadcast(size, group=group, group_src=0)
-    body = torch.zeros(int(size), dtype=torch.uint8)
-    if data:
-        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    if len(body):
-        torch_dist.broadcast(body, group=group, group_src=0)
-    return body.numpy().tobytes()
-
-
-def _ask_snapshot(
-    config: AgentConfig, job: JobShape, placement: Placement, link: DealerLink | None
-) -> StartedJob:
-    limit_s = config.start_limit_s if link is not None else 0.001
-    settings = JobStartConfig(
-        time_limit_s=limit_s, resend_s=min(0.25, limit_s), required=config.require_rebalancer
-    )
-    core = JobStartCore(job, placement, settings, secrets.randbits)
-    out: list[Up] = core.begin(time.monotonic())
-    while True:
-        if link is not None:
-            sent = [link.send(encode(message)) for message in out]
-            link.socket.poll(20 if not all(sent) else 50)
-            for frames in link.receive(16):
-                _take_answer(core, frames)
-        result = core.result(time.monotonic())
-        if result is not None:
-            if core.refused:
-                logger.warning("job start: %s", core.refused)
-            return result
-        out = core.tick(time.monotonic())
-
-
-def _take_answer(core: JobStartCore, frames: list[bytes]) -> None:
-    try:
-        core.receive(decode_down(frames[0]))
-    except MessageError as error:
-        logger.warning("job start: frame of the rebalancer refused: %s", error)

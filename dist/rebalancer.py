@@ -14,9 +14,8 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -25,24 +24,12 @@ import zmq
 
 from evenroute.dist.address import Address, parse_address
 from evenroute.dist.config import RebalancerConfig, set_up_logging
-from evenroute.dist.control import (
-    ALLOWED,
-    RANK_ROLES,
-    Answer,
-    Done,
-    RecordRead,
-    RecordStart,
-    RecordStop,
-    Refused,
-    Request,
-    Status,
-    StatusAnswer,
-    StatusRequest,
-    decode_request,
-    encode_control,
-)
+from evenroute.dist.control import RANK_ROLES, Status, encode_control
+from evenroute.dist.control_service import ControlService
+from evenroute.dist.core_store import CoreStore
 from evenroute.dist.job_lock import JobLock
 from evenroute.dist.keys import load_server_keys
+from evenroute.dist.limited_log import LimitedLog
 from evenroute.dist.link import Received, RouterLink
 from evenroute.dist.messages import Down, JobShape, MessageError, Window, decode_up, encode
 from evenroute.dist.metrics import MetricsServer
@@ -51,15 +38,7 @@ from evenroute.dist.rebalancer_core import Outgoing, Phase, RebalancerCore
 from evenroute.dist.rebalancer_core import RebalancerConfig as CoreConfig
 from evenroute.dist.rebalancer_status import StatusBuilder
 from evenroute.dist.recording import Recorder
-from evenroute.eplb.store import (
-    HistoryStore,
-    JobRow,
-    RankState,
-    RankWindow,
-    Receipt,
-    StaleEpochError,
-    StoreError,
-)
+from evenroute.eplb.store import RankState, StaleEpochError, StoreError
 
 __all__ = ["Rebalancer", "run_rebalancer"]
 
@@ -71,47 +50,6 @@ _HOUSEKEEPING_S = 5.0
 _FRAMES_PER_TURN = 512
 _WINDOWS_PER_BATCH = 64
 _BATCH_S = 0.02  # windows wait so long for company: one store transaction serves all of a batch
-_LOG_LIMIT_PER_MINUTE = 20
-
-
-class CoreStore(HistoryStore):
-    """The history store as the protocol core sees it; notes a run's shape with its first window."""
-
-    def __init__(self, path: Path, shape: Callable[[], JobShape]) -> None:
-        super().__init__(path)
-        self._shape = shape
-        self._noted: set[int] = set()
-
-    def add_windows(  # type: ignore[override]
-        self,
-        windows: Sequence[RankWindow],
-        *,
-        epoch: int,
-        now: float,
-        num_sources: int,
-        keep_rank_detail: bool = False,
-    ) -> list[Receipt]:
-        """As `HistoryStore.add_windows`; `num_sources` is the shape's."""
-        for run in {window.run for window in windows} - self._noted:
-            job = _job_row(self._shape())
-            assert num_sources == job.num_sources
-            self.set_job(run, job, epoch=epoch, now=now)
-            self._noted.add(run)
-        return super().add_windows(windows, epoch=epoch, now=now, keep_rank_detail=keep_rank_detail)
-
-
-def _job_row(job: JobShape) -> JobRow:
-    return JobRow(
-        model=job.model,
-        phase="",
-        num_layers=job.num_layers,
-        num_logical_experts=job.num_logical_experts,
-        num_slots=job.num_slots,
-        ep_size=job.ep_size,
-        num_nodes=job.num_nodes,
-        top_k=job.top_k,
-        shared_counts=job.shared_counts,
-    )
 
 
 class Rebalancer:
@@ -159,9 +97,12 @@ class Rebalancer:
         self.core.keep_rank_detail = self.recorder.per_rank
         self._status_builder = StatusBuilder(self.config, self.core, self.plans, now)
         self._rejected: Counter[str] = Counter()
-        self._logged: Counter[str] = Counter()
+        self._log = LimitedLog(logger)
+        self._control = ControlService(
+            self.core, self.recorder, self._build_status, self._rejected, self._log
+        )
         self._lag_s = 0.0
-        self._status_at = self._housekeeping_at = self._logged_at = now
+        self._status_at = self._housekeeping_at = now
         self._encoded: tuple[Down | None, bytes] = (None, b"")
         self._stop_signal = 0
         self._windows: list[tuple[bytes, Window]] = []
@@ -244,7 +185,7 @@ class Rebalancer:
                 self.core.ended, self.core.phase = str(error), Phase.ENDED
             except StoreError as error:
                 self.core.counters.store_errors += 1
-                self._log(logging.ERROR, "store", str(error))
+                self._log.tell(logging.ERROR, "store", str(error))
             except Exception:  # a defect here must not take the service with it
                 self._rejected["internal"] += 1
                 if self._rejected["internal"] <= 10:
@@ -260,7 +201,9 @@ class Rebalancer:
         assert self._link is not None
         for number, received in enumerate(self._link.receive(_FRAMES_PER_TURN)):
             if received.control:
-                self._control(received, now)
+                answer = self._control.answer(received.frame, received.role, now)
+                if answer is not None:
+                    self._link.send(received.peer, encode_control(answer), control=True)
                 continue
             message = self._decode(received)
             if isinstance(message, Window):
@@ -293,13 +236,13 @@ class Rebalancer:
     def _decode(self, received: Received) -> object | None:
         if received.role not in RANK_ROLES:
             self._rejected["role"] += 1
-            self._log(logging.WARNING, "role", f"a {received.role} sent a rank's message; refused")
+            self._log.tell(logging.WARNING, "role", f"a {received.role} sent a rank's message; refused")
             return None
         try:
             return decode_up(received.frame, limit=self.config.rebalancer.max_message_bytes)
         except MessageError as error:
             self._rejected["decode"] += 1
-            self._log(logging.WARNING, "decode", f"refused: {error}")
+            self._log.tell(logging.WARNING, "decode", f"refused: {error}")
             return None
 
     def _guarded(self, peer: bytes, message: object, now: float) -> list[Outgoing]:
@@ -307,7 +250,7 @@ class Rebalancer:
             return self.core.receive(peer, message, now)  # type: ignore[arg-type]
         except (ValueError, OverflowError) as error:
             self._rejected["content"] += 1
-            self._log(logging.WARNING, "content", f"refused: {error}")
+            self._log.tell(logging.WARNING, "content", f"refused: {error}")
             return []
 
     def _tick(self, now: float) -> None:
@@ -322,44 +265,7 @@ class Rebalancer:
                 self._encoded = (outgoing.message, encode(outgoing.message))
             self._link.send(outgoing.peer, self._encoded[1])
 
-    # -------------------------------------------------------------------------------------- control
-
-    def _control(self, received: Received, now: float) -> None:
-        assert self._link is not None
-        try:
-            answer = self._answer(decode_request(received.frame), received.role, now)
-        except MessageError as error:
-            self._rejected["decode"] += 1
-            self._log(logging.WARNING, "decode", f"refused: {error}")
-            return
-        except StoreError as error:
-            answer = Refused(str(error))
-        self._link.send(received.peer, encode_control(answer), control=True)
-
-    def _answer(self, request: Request, role: str, now: float) -> Answer:
-        if role not in ALLOWED[type(request)]:
-            self._rejected["role"] += 1
-            needed = " or ".join(sorted(ALLOWED[type(request)] - {"local"}))
-            return Refused(f"the role {role} may not do this; it takes {needed}")
-        match request:
-            case StatusRequest():
-                return StatusAnswer(self._build_status(now))
-            case RecordStart(per_rank=per_rank):
-                run = 0 if self.core.view is None else self.core.view.run
-                done = self.recorder.start(run=run, per_rank=per_rank, epoch=self.core.epoch, now=time.time())
-                self.core.keep_rank_detail = self.recorder.per_rank
-                return self._noted(done)
-            case RecordStop():
-                done = self.recorder.stop(epoch=self.core.epoch, now=time.time())
-                self.core.keep_rank_detail = self.recorder.per_rank
-                return self._noted(done)
-            case RecordRead():
-                return self.recorder.read(request)
-
-    def _noted(self, answer: Answer) -> Answer:
-        if isinstance(answer, Done):
-            logger.info("%s", answer.text)
-        return answer
+    # --------------------------------------------------------------------------------------- status
 
     def _build_status(self, now: float) -> Status:
         assert self._store is not None
@@ -409,26 +315,11 @@ class Rebalancer:
         while self.core.notices:
             notice = self.core.notices.popleft()
             level = logging.INFO if notice.kind == "run" else logging.WARNING
-            told = self._log(level, notice.kind, notice.text)
+            told = self._log.tell(level, notice.kind, notice.text)
             if told and notice.kind not in ("store", "ended") and self.core.phase is Phase.SERVING:
                 assert self._store is not None
                 with suppress(StoreError, StaleEpochError):
                     self._store.add_event(notice.kind, notice.text, epoch=self.core.epoch, now=time.time())
-
-    def _log(self, level: int, kind: str, text: str) -> bool:
-        """Log, but no more than so many a minute of one kind: a flood must not fill the disk."""
-        now = time.monotonic()
-        if now - self._logged_at >= 60.0:
-            for name, number in self._logged.items():
-                if number > _LOG_LIMIT_PER_MINUTE:
-                    logger.warning("%s: %d more in the last minute", name, number - _LOG_LIMIT_PER_MINUTE)
-            self._logged.clear()
-            self._logged_at = now
-        self._logged[kind] += 1
-        if self._logged[kind] > _LOG_LIMIT_PER_MINUTE:
-            return False
-        logger.log(level, "%s: %s", kind, text)
-        return True
 
     # ------------------------------------------------------------------------------------ beginning, end
 
@@ -496,8 +387,3 @@ def run_rebalancer(config: RebalancerConfig, *, take_over: bool = False) -> int:
     for warning in warnings:
         logger.warning("%s", warning)
     return Rebalancer(config, take_over=take_over).run()
-
-
-def with_paths(config: RebalancerConfig, *, bind: str, store: str) -> RebalancerConfig:
-    """`config` with another address and store: for launchers that make their own."""
-    return replace(config, rebalancer=replace(config.rebalancer, bind=bind, store=store))
