@@ -33,7 +33,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m evenroute.tools.stress --routing zipf --steps $(STEPS)
 
+# Compiled here once, so that no test waits for the compiler of the planner.
 test: install
+	$(BIN)/python -c 'from evenroute.eplb.warm_up import warm_up; warm_up()'
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not multigpu"
 
 test-slow: install

@@ -99,7 +99,7 @@ def test_several_windows_and_what_they_must_share(loads_file, tmp_path) -> None:
     assert json.loads(plan(*both, "--json").stdout)["policy"] == "global"
     done = plan(str(loads_file), str(other), "--ep-size", "2", "--num-slots", "6")
     assert done.returncode == 2
-    assert "other.json: loads are [1, 4], expected [3, 4]" in done.stderr
+    assert "other.json: [1, 4] (layers, experts)" in done.stderr
 
 
 def test_unreadable_files_are_named(tmp_path) -> None:
@@ -110,3 +110,16 @@ def test_unreadable_files_are_named(tmp_path) -> None:
         assert done.returncode == 2
         assert file.name in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_file_of_another_form_is_planned_from(tmp_path) -> None:
+    """The same loads as a plain array make the same plan as in SGLang's JSON."""
+    loads = [[9, 1, 1, 1], [1, 1, 1, 5]]
+    (tmp_path / "loads.json").write_text(json.dumps({"logical_count": loads}))
+    np.save(tmp_path / "loads.npy", np.array(loads))
+    flags = ("--ep-size", "2", "--num-slots", "6", "--json")
+    digests = {
+        json.loads(plan(str(tmp_path / name), *flags).stdout)["digest"]
+        for name in ("loads.json", "loads.npy")
+    }
+    assert len(digests) == 1
