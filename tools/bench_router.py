@@ -319,8 +319,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--compile", action="store_true", help="time the torch steps under torch.compile too")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    rows = tuple(int(number) for number in options.rows.split(","))
     try:
+        if not all(number.strip().isdigit() for number in options.rows.split(",")):
+            raise ValueError(f"rows={options.rows!r}: expected numbers, comma between them")
+        rows = tuple(int(number) for number in options.rows.split(","))
         bench_router(options.model or list(MODEL_SHAPES), rows, options.device, options.compile, options.json)
     except ValueError as error:
         print(f"evenroute: error: {error}", file=sys.stderr)

@@ -225,3 +225,15 @@ def test_nan_is_left_out_of_the_denominator_and_infinity_is_the_largest_finite(b
     close(out.weights[0], torch.tensor([*expected.tolist(), 0, 0]))
     assert out.weights[1].tolist() == [0.5, 0.5, 0.0, 0.0]
     assert out.logical_ids[1].tolist() == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (8, 4)])
+def test_batch_sizes_beyond_16_bits(groups: int, kept: int) -> None:
+    """B07 on the CPU: T = 65,537 rows of period 97."""
+    router = make(RouterConfig(256, 8, "sigmoid", groups, kept), "reference" if DEVICE == "cpu" else BACKEND)
+    x = seeded(97, 256)
+    index = torch.arange(65537) % 97
+    whole, out = route(router, x), route(router, x[index])
+    assert torch.equal(out.logical_ids.cpu(), whole.logical_ids.cpu()[index])
+    close(out.weights, whole.weights.cpu()[index], 1e-6)
+    assert int(router.counters.take().sum()) == (65537 + 97) * 8
