@@ -4,6 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
+
 from evenroute.eplb.loads import balancedness, rank_loads, slot_loads, validate_loads
 from evenroute.eplb.model_shapes import MODEL_SHAPES
 from evenroute.eplb.placement import (
