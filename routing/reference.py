@@ -96,7 +96,9 @@ def keep_groups(keys: Tensor, config: RouterConfig) -> Tensor:
     if config.topk_method == "greedy":
         group_scores = rows.amax(dim=-1)
     else:
-        group_scores = rows.topk(2, dim=-1).values.sum(dim=-1)
+        largest = rows.max(dim=-1, keepdim=True)
+        second = rows.scatter(-1, largest.indices, -torch.inf).amax(dim=-1)
+        group_scores = largest.values[..., 0] + second
     chosen = select_largest(order_keys(group_scores), config.topk_group)
     mask = torch.zeros(group_scores.shape, dtype=torch.bool, device=keys.device)
     mask.scatter_(1, chosen, True)
@@ -109,10 +111,12 @@ def select_largest(ordered: Tensor, count: int) -> Tensor:
     Value and inverted position share one int64, so no two are equal and topk leaves nothing open.
     """
     width = ordered.shape[1]
-    inverted = width - 1 - torch.arange(width, device=ordered.device)
-    packed = (ordered.to(torch.int64) << 12) | inverted
-    top = torch.topk(packed, count, dim=1, sorted=True).values
-    return (width - 1) - (top & 0xFFF)
+    pairs = torch.empty((*ordered.shape, 2), dtype=torch.int32, device=ordered.device)
+    pairs[..., 0] = width - 1 - torch.arange(width, device=ordered.device)
+    pairs[..., 1] = ordered
+    # Little-endian: the value is the high half.
+    top = torch.topk(pairs.view(torch.int64)[..., 0], count, dim=1, sorted=True).values
+    return (width - 1) - (top & 0xFFFFFFFF)
 
 
 def select_by_stable_sort(ordered: Tensor, count: int) -> Tensor:
