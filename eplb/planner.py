@@ -247,6 +247,8 @@ def plan_placement(
         )
     if won == "hierarchical":
         notices.append(_hierarchy_notice(planned_for, placement, request))
+    if target is not None and predicted.mean is not None and predicted.mean < target and won != "stay":
+        notices.append(f"target {target} is not reached: {figure(predicted.mean)} is what these limits allow")
     notices += _noise_notice(array, how, topology, num_slots)
     logger.info("%s%s", reason, "".join(f"; {notice}" for notice in notices))
     return Plan(placement, won, reason, before, predicted, moves, tuple(notices))

@@ -139,6 +139,25 @@ def test_impossible_limits_are_refused(limits, message: str) -> None:
     assert MoveLimits(max_moves=0).max_moves == 0
 
 
+@pytest.mark.parametrize("policy", ["incremental", "weighted"])
+def test_the_number_of_threads_changes_nothing_and_a_missed_target_is_named(real, plans, policy: str) -> None:
+    made = [
+        plan_placement(
+            real[9],
+            topology=Topology(32),
+            num_slots=288,
+            current=plans[2],
+            policy=policy,
+            max_moves=150,
+            target=0.999,
+            num_threads=threads,
+        )
+        for threads in (1, 2, 5)
+    ]
+    assert len({plan.placement.digest() for plan in made}) == 1
+    assert "target 0.999 is not reached" in made[0].notices[0]
+
+
 def optimum(loads: np.ndarray, old: np.ndarray, ranks: int, budget: int) -> float:
     """Least largest rank load with even shares over all placements within the budget, by enumeration."""
     local = len(old) // ranks
