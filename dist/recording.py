@@ -23,7 +23,10 @@ class _Saved(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Recorder:
-    """The one recording that a store keeps; it outlives a restart of the rebalancer. Times in seconds since 1970."""
+    """The one recording that a store keeps; it outlives a restart of the rebalancer. Times in seconds since 1970.
+
+    A fleet-wide window is recorded whole: with what some ranks sent of it just before the start.
+    """
 
     def __init__(self, store: HistoryStore) -> None:
         self._store = store

@@ -31,7 +31,7 @@ def dealer(address):
     made.close(0)
 
 
-def received(link, number, limit_s=5.0):
+def received(link, number, limit_s=20.0):
     """The first `number` frames that arrive within the limit."""
     found = []
     deadline = time.monotonic() + limit_s

@@ -48,7 +48,11 @@ def refused(found, *texts):
 
 @pytest.fixture
 def rebalancer(tmp_path):
-    with RebalancerProcess(tmp_path, flags=[*FLAGS, "--metrics-bind", "127.0.0.1:0"]) as process:
+    flags = [*FLAGS, "--metrics-bind", "127.0.0.1:0"]
+    # The simulated ranks are silent while a test runs a command.
+    with RebalancerProcess(
+        tmp_path, flags=flags, toml="[rebalancer]\nmax_rank_silence_s = 60.0\n"
+    ) as process:
         yield process
 
 
@@ -195,7 +199,7 @@ def test_status_exit_codes_healthy_and_unreachable(rebalancer, job, tmp_path):
 
 
 def test_a_rank_that_falls_silent_degrades_and_is_named(tmp_path):
-    toml = "[rebalancer]\nmax_rank_silence_s = 0.5\n"
+    toml = "[rebalancer]\nmax_rank_silence_s = 2.0\n"
     with RebalancerProcess(tmp_path, flags=FLAGS, toml=toml) as process:
         simulated = SimulatedJob(process.address, JOB, period_s=3600)
         simulated.start(20)
@@ -210,7 +214,7 @@ def test_a_rank_that_falls_silent_degrades_and_is_named(tmp_path):
             simulated.turn(0.05)
             return process.status().degraded
 
-        assert wait_for(told, 10, "degraded") == ["not heard for 0.5 s: rank 2"]
+        wait_for(lambda: told() == ["not heard for 2 s: rank 2"], 20, "degraded for rank 2 alone")
         found = run("status", process.address)
         assert found.returncode == 1
         assert "DEGRADED" in found.stdout
@@ -239,7 +243,11 @@ def test_recording_start_stop_dump(rebalancer, job, tmp_path):
     found = run("record", "dump", rebalancer.address, "-o", dump)
     assert found.returncode == 0, found
     totals = sum(window.counts.astype(np.int64) for window in DumpReader(dump).windows())
-    np.testing.assert_array_equal(totals, job.counts * sum(recorded))
+    # A fleet-wide window is recorded whole, with what some ranks sent of it just before the start.
+    rows = {seq for r, b in zip(job.ranks, before, strict=True) for seq in range(b + 1, r.stored + 1)}
+    whole = sum(len(rows & set(range(1, rank.stored + 1))) for rank in job.ranks)
+    assert sum(recorded) <= whole < sum(recorded) + 40
+    np.testing.assert_array_equal(totals, job.counts * whole)
     assert run("record", "dump", rebalancer.address, "-o", dump, "--rank", "2").returncode == 0
     one = DumpReader(dump)
     assert (one.header.scope, one.header.rank) == ("rank", 2)

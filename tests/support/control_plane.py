@@ -57,7 +57,7 @@ class RebalancerProcess:
         self.ready = self.folder / f"{self.name}.ready.json"
         self.log_path = self.folder / f"{self.name}.log"
 
-    def start(self, *, wait=True, limit_s=20.0):
+    def start(self, *, wait=True, limit_s=90.0):
         self.ready.unlink(missing_ok=True)
         flags = [
             "--bind",
