@@ -124,3 +124,32 @@ def choose_points(hulls: Hulls, limits: Limits, fits: Fits | None = None) -> NDA
         value += float(hulls.value[layer, at + 1] - hulls.value[layer, at])
         offer(layer)
     return points
+
+
+def spend_leftover(
+    paths: Paths,
+    values: NDArray[np.float64],
+    path: NDArray[np.int64],
+    step: NDArray[np.int64],
+    max_moves: int,
+) -> None:
+    """Spend what is left of the budget on points off the hulls, largest rise first; changes ``path, step [L]``.
+
+    Hull segments come whole, so a few slots of the budget can be left that some layer could use.
+    """
+    layers = np.arange(len(path))
+    points = np.arange(paths.costs.shape[2])
+    reached = points[None, None, :] <= paths.lengths[:, :, None]
+    while True:
+        cost, value = paths.costs[path, layers, step], values[path, layers, step]
+        left = max_moves - int(cost.sum())
+        allowed = reached & (paths.costs <= (cost + left)[None, :, None])
+        rise = np.where(allowed, values - value[None, :, None], 0.0)
+        best = rise.max(axis=(0, 2), initial=0.0)
+        layer = int(best.argmax()) if len(best) else 0
+        if not len(best) or best[layer] <= 1e-12:
+            return
+        # The cheapest of the best points: argmax takes the first, so order by cost within equal rises.
+        candidates = np.argwhere(rise[:, layer] >= best[layer] - 1e-15)
+        costs = paths.costs[candidates[:, 0], layer, candidates[:, 1]]
+        path[layer], step[layer] = candidates[int(costs.argmin())]

@@ -14,7 +14,7 @@ from evenroute.eplb._moves import replay
 from evenroute.eplb._weighted_moves import weighted_path
 from evenroute.eplb.loads import balancedness, rank_loads
 from evenroute.eplb.placement import Placement, even_shares
-from evenroute.eplb.planner_budget import Hulls, Limits, Paths, choose_points
+from evenroute.eplb.planner_budget import Hulls, Limits, Paths, choose_points, spend_leftover
 from evenroute.eplb.planner_layers import normalized, over_layers
 from evenroute.eplb.topology import Topology
 
@@ -176,6 +176,10 @@ def _choose(
     points = choose_points(hulls, stop, fits)
     layers = np.arange(len(points))
     path, step = hulls.path[layers, points], hulls.step[layers, points]
+    spare = limits.max_moves is not None and limits.target is None and limits.cost is None
+    if spare and fits is None:
+        assert limits.max_moves is not None
+        spend_leftover(paths, values, path, step, limits.max_moves)
     rows = slots.copy()
     replay(np.ascontiguousarray(paths.operations[path, layers]), step, rows)
     return rows
