@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import signal
@@ -95,7 +94,7 @@ class Supervisor:
     def start(self) -> int | None:
         """Start it; the status of a failed ExecStartPre, else None."""
         environment = child_environment() | dict(word.split("=", 1) for word in value("Environment").split())
-        environment["NUMBA_CACHE_DIR"] = os.environ.get("NUMBA_CACHE_DIR", str(self.folder / "numba"))
+        del environment["NUMBA_CACHE_DIR"]  # the user's own cache: there is nothing new to compile
         with (self.folder / "log").open("ab") as log:
             check = subprocess.run(
                 self.command("ExecStartPre"), stdout=log, stderr=log, env=environment, timeout=60

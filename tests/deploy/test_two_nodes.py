@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from support.command import evenroute
+from support.compiled import compile_planner
 from support.control_plane import child_environment, wait_for
 from support.job import Job
 from support.namespaces import TwoNodes, require_namespaces
@@ -97,6 +98,7 @@ def status_from(
 
 def test_two_nodes_with_keys_survive_links_that_are_cut_and_healed(nodes: TwoNodes, tmp_path: Path) -> None:
     assert evenroute("keygen", tmp_path / "keys").status == 0
+    compile_planner()
     rebalancer = start_rebalancer(nodes, tmp_path)
     agent = {
         "rebalancer": f"tcp://{nodes.address('a', 'control')}:{PORT}",

@@ -13,6 +13,7 @@ from torch import nn
 
 from evenroute.dist.adapter_torch import MoeBlock, check_gate, find_blocks, router_config_of
 from evenroute.routing.config import RouterConfig
+from support.compiled import compile_planner
 from support.control_plane import RebalancerProcess, child_environment
 from support.torchrun import finish, start_torchrun
 from support.toy_moe import EXPERTS, HIDDEN, TOP_K, Block, Gate, SoftmaxGate, make_model
@@ -143,6 +144,7 @@ def test_two_ranks_answer_as_the_whole_model_before_and_after_experts_move(
     tmp_path: Path, tokens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", child_environment()["PYTHONPATH"])
+    compile_planner()
     flags = ["--interval", "2w", "--policy", "global"]
     with RebalancerProcess(tmp_path, flags=flags) as rebalancer:
         process = start_torchrun(2, rebalancer.bind, tokens, script=WORKER)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support.compiled import compile_planner
 from support.control_plane import RebalancerProcess
 from support.deploy_files import ROOT
 
@@ -37,6 +38,7 @@ def test_minimal_engine_runs_without_a_rebalancer() -> None:
 
 
 def test_minimal_engine_switches_with_a_rebalancer(tmp_path: Path) -> None:
+    compile_planner()
     with RebalancerProcess(tmp_path, flags=["--interval", "2w", "--policy", "global"]) as rebalancer:
         lines = run_example("minimal_engine.py", rebalancer.bind).splitlines()
         status = rebalancer.status()
@@ -45,8 +47,10 @@ def test_minimal_engine_switches_with_a_rebalancer(tmp_path: Path) -> None:
     assert all(f"({status.epoch}, " in line for line in lines), "the run ended on its start placement"
 
 
+@pytest.mark.slow
 def test_transformers_model_answers_as_before_while_experts_move(tmp_path: Path) -> None:
     pytest.importorskip("transformers", "5.0", reason="transformers 5 is not installed (extra: examples)")
+    compile_planner()
     with RebalancerProcess(tmp_path, flags=["--interval", "2w", "--policy", "global"]) as rebalancer:
         lines = run_example("transformers_moe.py", rebalancer.bind).splitlines()
     found = [

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from evenroute.tools.cli import command_names
+from support.compiled import compile_planner
 from support.control_plane import RebalancerProcess, wait_for
 from support.job import Job
 
@@ -132,6 +133,7 @@ def test_a_pt_file_is_refused_in_one_line(blocked: dict[str, str], tmp_path: Pat
 def rebalancer(
     blocked: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RebalancerProcess]:
+    compile_planner()
     process = RebalancerProcess(tmp_path, flags=["--interval", "2w", "--policy", "global"])
     with monkeypatch.context() as patch:
         patch.setenv("PYTHONPATH", blocked["PYTHONPATH"])
