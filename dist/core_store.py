@@ -13,7 +13,7 @@ class CoreStore(HistoryStore):
     """The history store as the protocol core sees it; notes a run's shape with its first window."""
 
     def __init__(self, path: Path, shape: Callable[[], JobShape]) -> None:
-        super().__init__(path)
+        super().__init__(path, background_checkpoint=True)
         self._shape = shape
         self._noted: set[int] = set()
 

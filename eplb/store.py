@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb.placement import Placement
+from evenroute.eplb.store_checkpoint import Checkpointer
 from evenroute.eplb.store_reader import StoreReader, check_format, connect
 from evenroute.eplb.store_schema import (
     APPLICATION_ID,
@@ -72,8 +73,11 @@ class HistoryStore(StoreReader):
     epoch has been registered.
     """
 
-    def __init__(self, path: str | Path, *, timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, path: str | Path, *, timeout_s: float = 5.0, background_checkpoint: bool = False
+    ) -> None:
         self.path = Path(path)
+        self._checkpointer: Checkpointer | None = None
         self._connection = connect(self.path, read_only=False, timeout_s=timeout_s)
         self._open_rows: OrderedDict[tuple[int, int], NDArray[np.int64]] = OrderedDict()
         try:
@@ -83,9 +87,20 @@ class HistoryStore(StoreReader):
                 check_format(self._connection, self.path)
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute("PRAGMA synchronous = NORMAL")
+                if background_checkpoint:
+                    # Only a log of 100 MB, which the thread has not kept up with, is moved by the writer itself.
+                    self._connection.execute("PRAGMA wal_autocheckpoint = 25000")
+                    self._checkpointer = Checkpointer(self.path)
         except StoreError:
             self._connection.close()
             raise
+
+    def close(self) -> None:
+        """Close the file; harmless when repeated."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+        super().close()
 
     def _create(self) -> None:
         self._connection.execute("PRAGMA auto_vacuum = INCREMENTAL")

@@ -177,6 +177,26 @@ def test_rank_detail_is_kept_on_request_only(store):
     assert list(store.rank_windows()) == []
 
 
+def test_the_log_is_moved_into_the_file_from_a_thread(tmp_path):
+    made = HistoryStore(tmp_path / "run.db", background_checkpoint=True)
+    made._checkpointer._every_s = 0.0
+    made.begin_epoch(5, pid=1, now=0.0)
+    made.set_job(7, JOB, epoch=5, now=0.0)
+    before = made.path.stat().st_size
+    deadline = time.monotonic() + 20
+    seq = 0
+    while made.path.stat().st_size == before and time.monotonic() < deadline:
+        seq += 1
+        made.add_windows([window(0, seq, seq, seq)], epoch=5, now=1.0)
+        time.sleep(0.01)
+    assert made.path.stat().st_size > before
+    assert made._checkpointer.failures == 0
+    made.close()
+    made.close()
+    with StoreReader(tmp_path / "run.db") as reader:
+        assert reader.rank_states()[0].num_windows == seq
+
+
 def test_a_reader_reads_while_the_writer_writes(store):
     with StoreReader(store.path) as reader:
         assert list(reader.windows()) == []
