@@ -19,7 +19,8 @@ class MigrationConfig:
 
     Attributes:
         staging_bytes: bound on the memory of all staging buffers of this rank.
-        chunk_bytes: most bytes that a rank sends, and receives, in one step.
+        chunk_bytes: most bytes that a rank sends, and receives, in one step (and at most 8 experts: each costs the
+            host a few calls).
         max_peers: most ranks that a rank exchanges with in one chunk (2 where one round already has two).
         transfer_limit_s: a chunk that takes longer ends the job (on CUDA 5 s later, counted while it runs).
         verify: compare a checksum of every moved expert when it is staged and again after each commit.

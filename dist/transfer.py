@@ -88,8 +88,8 @@ class Piece:
 class Chunk:
     """What is enqueued together: ``pieces`` between ranks, ``copies`` inside ranks.
 
-    ``cost``: the most bytes that any rank sends or receives in it (for copies: an eighth of the bytes copied, about
-    the ratio of NVLink to device memory).
+    ``cost``: its part of a step's byte budget: the most bytes that any rank sends or receives in it (for copies: an
+    eighth of the bytes copied, about the ratio of NVLink to device memory), more where the experts are small.
     """
 
     pieces: tuple[Piece, ...]
@@ -98,6 +98,8 @@ class Chunk:
 
 
 COPY_COST_DIVISOR = 8
+MOST_ROUNDS = 8
+"""Of one chunk: each costs the host a few calls per tensor (about 0.1 ms on NCCL), however small the experts are."""
 
 
 def most_peers(chunks: Iterable[Chunk]) -> int:
@@ -271,15 +273,15 @@ def split_chunks(
 ) -> tuple[Chunk, ...]:
     """Cut a schedule into chunks of at most ``chunk_bytes`` sent or received by any rank.
 
-    Whole rounds are put together while they fit and while no rank has more than ``max_peers`` peers in the chunk (one
-    round alone can mean two: one to send to, one to receive from); an
-    expert larger than the bound is cut at multiples of ``align`` bytes. Copies of live slots come first, copies of
-    received experts last.
+    Whole rounds (at most `MOST_ROUNDS`) are put together while they fit and while no rank has more than ``max_peers``
+    peers in the chunk (one round alone can mean two: one to send to, one to receive from); an expert larger than the
+    bound is cut at multiples of ``align`` bytes. Copies of live slots come first, copies of received experts last.
     """
     if chunk_bytes < align:
         raise ValueError(f"chunk_bytes={chunk_bytes} must be at least {align}")
     if max_peers < 1:
         raise ValueError(f"max_peers={max_peers} must be at least 1")
+    weight = max(expert_bytes, -(-chunk_bytes // MOST_ROUNDS))  # what a round counts against the bound
     chunks = _copy_chunks(
         [c for c in transfer.copies if not c.received], transfer.num_local_slots, expert_bytes, chunk_bytes
     )
@@ -290,7 +292,7 @@ def split_chunks(
     def close() -> None:
         nonlocal num_rounds
         if pieces:
-            chunks.append(Chunk(tuple(pieces), (), num_rounds * expert_bytes))
+            chunks.append(Chunk(tuple(pieces), (), min(num_rounds * weight, chunk_bytes)))
         pieces.clear()
         peers.clear()
         num_rounds = 0
@@ -304,7 +306,7 @@ def split_chunks(
             more.setdefault(receive.source_rank, set()).add(receive.dest_rank)
             more.setdefault(receive.dest_rank, set()).add(receive.source_rank)
         too_many = max(len(known) for known in more.values()) > max_peers
-        if (num_rounds + 1) * expert_bytes > chunk_bytes or too_many:
+        if num_rounds == MOST_ROUNDS or (num_rounds + 1) * expert_bytes > chunk_bytes or too_many:
             close()
         for receive in one:
             peers.setdefault(receive.source_rank, set()).add(receive.dest_rank)
@@ -331,7 +333,7 @@ def _split_round(one: tuple[Receive, ...], expert_bytes: int, step: int) -> list
 
 
 def _copy_chunks(copies: list[LocalCopy], num_local: int, expert_bytes: int, chunk_bytes: int) -> list[Chunk]:
-    cost = max(1, expert_bytes // COPY_COST_DIVISOR)
+    cost = max(1, expert_bytes // COPY_COST_DIVISOR, chunk_bytes // (8 * MOST_ROUNDS))
     size = max(1, chunk_bytes // cost)
     by_rank: dict[int, list[LocalCopy]] = {}
     for copy in copies:

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from evenroute.dist.transfer import LayerTransfer, Receive, most_peers, plan_transfer, split_chunks
+from evenroute.dist.transfer import (
+    MOST_ROUNDS,
+    LayerTransfer,
+    Receive,
+    most_peers,
+    plan_transfer,
+    split_chunks,
+)
 from evenroute.eplb.topology import Topology
 from support.placements import random_row
 
@@ -117,6 +124,8 @@ def test_chunks_cover_every_byte_once_within_their_bounds(
         assert most_peers([chunk]) <= max(max_peers, 2)
         if chunk.pieces:
             assert chunk.cost <= chunk_bytes
+            sends = Counter(piece.receive.source_rank for piece in chunk.pieces)
+            assert max(sends.values()) <= MOST_ROUNDS
     for receive, ranges in got.items():
         assert [a for a, _ in ranges] == [0] + [b for _, b in ranges[:-1]], receive
         assert ranges[-1][1] == expert_bytes
@@ -125,6 +134,22 @@ def test_chunks_cover_every_byte_once_within_their_bounds(
         copy for copy in transfer.copies if copy.received
     ]
     assert Counter(c for chunk in chunks for c in chunk.copies) == Counter(transfer.copies)
+
+
+def test_many_small_experts_are_spread_over_steps() -> None:
+    """The host's work in a step is bounded as well as the bytes."""
+    rng = np.random.default_rng(2)
+    live, target = (random_row(rng, 64, 80, 2) for _ in range(2))
+    transfer = plan_transfer(live, target, Topology(2))
+    assert len(transfer.rounds) > MOST_ROUNDS
+    chunks = [
+        chunk
+        for chunk in split_chunks(transfer, expert_bytes=512, chunk_bytes=1 << 30, max_peers=4)
+        if chunk.pieces
+    ]
+    assert len(chunks) == -(-len(transfer.rounds) // MOST_ROUNDS)
+    full = [chunk for chunk in chunks if len(chunk.pieces) >= MOST_ROUNDS]
+    assert all(chunk.cost > (1 << 30) // 2 for chunk in full), "no two of them in one step"
 
 
 def test_same_node_first_and_spread_over_replicas() -> None:
