@@ -86,7 +86,7 @@ def test_packed_selection_equals_the_stable_sort(width: int, count: int, seed: i
 
 
 @pytest.mark.skipif(COMPILED, reason="compiled kernels have their own suite (gpu)")
-@settings(max_examples=40, **QUIET)
+@settings(max_examples=25, **QUIET)
 @given(
     shape=SHAPES,
     pick=PICKS,
