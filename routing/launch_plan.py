@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
 
 from evenroute.routing.config import RouterConfig
 
 LANES = 32
+# With several warps a program only Triton 3.6 keeps a row's lanes in one warp; 3.7.1 sends reductions and gathers
+# through shared memory (48-57 barriers in its code for sm_90, none with one warp).
+WARPS_SHARE_A_PROGRAM = version("triton").split(".")[:2] == ["3", "6"]
 
 
 def _power_of_two(number: int) -> int:
@@ -105,6 +109,8 @@ def plan_launch(config: RouterConfig, num_tokens: int, weighted: bool = False) -
         depth = 0
         segments, slots = bound_layout(config.top_k, per_lane, used)
     rows, warps, registers = program_shape(per_lane, num_tokens, weighted)
+    if not WARPS_SHARE_A_PROGRAM:
+        rows, warps, registers = 1, 1, registers if warps == 1 else None
     early = num_tokens <= 4096  # one wave
     return LaunchPlan(
         per_lane // 4, depth, segments, slots, group, group_lanes, rows, warps, early, registers
