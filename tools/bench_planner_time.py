@@ -33,7 +33,7 @@ def chains(
     early, late, fresh = [], [], []
     for seed in range(orders):
         order = np.random.default_rng(seed).permutation(len(files))
-        start = Placement.initial(*files[0].shape, 288, topology)
+        start = Placement.initial(files[0].shape[0], files[0].shape[1], 288, topology)
         placement = full_placement(files[order[0]], start)
         limits = MoveLimits(max_moves=int(part * start.physical_to_logical.size))
         for step, name in enumerate(order[1:], start=1):
@@ -102,7 +102,7 @@ def stationary(loads: Loads, windows: int, *, score: Score) -> tuple[int, float]
     topology, random = Topology(32), np.random.default_rng(11)
     truth = loads / loads.sum(axis=1, keepdims=True)
     policy = RebalancePolicy(topology, 288)
-    placement = Placement.initial(*loads.shape, 288, topology)
+    placement = Placement.initial(loads.shape[0], loads.shape[1], 288, topology)
     late, least = 0, 1.0
     for window in range(windows):
         counts = random.multinomial(100_000 * 8, truth).astype(np.float64)

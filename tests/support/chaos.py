@@ -61,7 +61,11 @@ START_LIMIT_S = 150.0  # several interpreters import torch at once, perhaps on a
 
 def wait_started(job):
     """Until every rank has made a step."""
-    wait_for(lambda: alive(job) and all(job.steps(rank) for rank in range(job.ep_size)), START_LIMIT_S, "first steps")
+    wait_for(
+        lambda: alive(job) and all(job.steps(rank) for rank in range(job.ep_size)),
+        START_LIMIT_S,
+        "first steps",
+    )
 
 
 def wait_new_version(job, limit_s=LIMIT_S, what="a new version in use"):
