@@ -11,12 +11,13 @@ SOURCES := $(shell ls eplb/*.py routing/*.py dist/*.py tools/*.py 2>/dev/null | 
 STAMP   := $(VENV)/.installed-$(SOURCES)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-slow test-gpu test-multigpu lint format types ci wheel clean
+.PHONY: help install demo test test-slow simulate test-gpu test-multigpu lint format types ci wheel clean
 
 help:
 	@echo "make demo      set up $(VENV) and run the main job on $(RANKS) ranks"
 	@echo "make test      set up $(VENV) and run the tests (under 15 minutes on two cores)"
 	@echo "make test-slow the long suites: simulator, chaos, scale, fuzz"
+	@echo "make simulate  100,000 seeded schedules of faults on the switch protocol (SEEDS=A:B)"
 	@echo "make test-gpu  the suite for one GPU; make test-multigpu for two or more"
 	@echo "make lint | format | types | wheel | ci | clean"
 
@@ -40,6 +41,11 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -m "slow"
+
+# Seeded faults on the switch protocol; a failing seed replays with --seeds N:N+1 --trace.
+SEEDS ?= 0:100000
+simulate: install
+	cd tests && ../$(BIN)/python -m support.simulator --seeds $(SEEDS) --jobs $$(nproc)
 
 test-gpu: install
 	$(BIN)/python -m pytest -m "gpu"
