@@ -45,7 +45,7 @@ test-slow: install
 # Seeded faults on the switch protocol; a failing seed replays with --seeds N:N+1 --trace.
 SEEDS ?= 0:100000
 simulate: install
-	cd tests && ../$(BIN)/python -m support.simulator --seeds $(SEEDS) --jobs $$(nproc)
+	cd tests && $(abspath $(BIN))/python -m support.simulator --seeds $(SEEDS) --jobs $$(nproc)
 
 test-gpu: install
 	$(BIN)/python -m pytest -m "gpu"
