@@ -31,7 +31,15 @@ from evenroute.dist.job_lock import JobLock
 from evenroute.dist.keys import load_server_keys
 from evenroute.dist.limited_log import LimitedLog
 from evenroute.dist.link import Received, RouterLink
-from evenroute.dist.messages import Down, JobShape, MessageError, Window, decode_up, encode
+from evenroute.dist.messages import (
+    Down,
+    JobShape,
+    MessageError,
+    PlacementMessage,
+    Window,
+    decode_up,
+    encode,
+)
 from evenroute.dist.metrics import MetricsServer
 from evenroute.dist.plan_cycle import PlanCycle
 from evenroute.dist.rebalancer_core import Outgoing, Phase, RebalancerCore
@@ -49,6 +57,7 @@ _STATUS_EVERY_S = 1.0
 _HOUSEKEEPING_S = 5.0
 _FRAMES_PER_TURN = 512
 _WINDOWS_PER_BATCH = 64
+_PLACEMENT_AGAIN_S = 0.9  # not to one peer again before so long
 _BATCH_S = 0.02  # windows wait so long for company: one store transaction serves all of a batch
 
 
@@ -107,6 +116,8 @@ class Rebalancer:
         self._stop_signal = 0
         self._windows: list[tuple[bytes, Window]] = []
         self._batch_at = 0.0
+        self._placed_message: PlacementMessage | None = None
+        self._placed_at: dict[bytes, float] = {}
         self._merged = self._merged_run = self._shortest = 0
         self._last_status = self._build_status(now)
         if settings.metrics_bind:
@@ -261,9 +272,23 @@ class Rebalancer:
         assert self._link is not None
         for outgoing in out:
             assert isinstance(outgoing.peer, bytes)
+            if isinstance(outgoing.message, PlacementMessage) and self._just_sent(
+                outgoing.peer, outgoing.message
+            ):
+                continue
             if self._encoded[0] is not outgoing.message:  # one placement goes to all ranks
                 self._encoded = (outgoing.message, encode(outgoing.message))
             self._link.send(outgoing.peer, self._encoded[1])
+
+    def _just_sent(self, peer: bytes, message: PlacementMessage) -> bool:
+        """Statuses that crossed the placement ask for it again; it is on its way, and the next heartbeat tells."""
+        now = time.monotonic()
+        if message is not self._placed_message:
+            self._placed_message, self._placed_at = message, {}
+        if now - self._placed_at.get(peer, -_PLACEMENT_AGAIN_S) < _PLACEMENT_AGAIN_S:
+            return True
+        self._placed_at[peer] = now
+        return False
 
     # --------------------------------------------------------------------------------------- status
 
