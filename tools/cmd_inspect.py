@@ -74,6 +74,10 @@ def inspect(
 ) -> None:
     """Show loads, balancedness, hot experts and ranks, placements and their effect."""
     ranges = tuple(window_range(text) for text in windows or [])
+    if plan_slots is not None and html is None and png is None:
+        raise ValueError(
+            f"--plan-slots {plan_slots}: only with --html FILE or --png FILE, which show the plan"
+        )
     settings = Settings(
         layer,
         diff,

@@ -18,7 +18,7 @@ def show(
     experts_share: float,
 ) -> None:
     """Print one row per way to run, and the answer on redundancy if it was asked."""
-    out = console()
+    out = console(at_least=100)  # figures are never cut: a narrow terminal wraps
     wide = out.width >= 112
     columns = [
         "ranks",

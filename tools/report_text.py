@@ -347,6 +347,7 @@ def diff(facts: dict[str, Any]) -> RenderableType:
     return Group(head, Text(), table)
 
 
-def console() -> Console:
-    """The console for results: stdout, plain when it is not a terminal."""
-    return Console(highlight=False, soft_wrap=False)
+def console(*, at_least: int = 0) -> Console:
+    """The console for results: stdout, plain when it is not a terminal; never narrower than `at_least` columns."""
+    found = Console(highlight=False, soft_wrap=False)
+    return found if found.width >= at_least else Console(highlight=False, soft_wrap=False, width=at_least)

@@ -17,10 +17,10 @@ from evenroute.tools.stress_measure import Segment
 
 @dataclass(frozen=True)
 class Finding:
-    """Outcome of one invariant: its name, whether it held, and one line that says what was seen."""
+    """Outcome of one invariant: its name, whether it held (None: not known), and one line: what was seen."""
 
     name: str
-    held: bool
+    held: bool | None
     detail: str
 
 
@@ -130,7 +130,8 @@ def stored_counts(
     total, open_tokens = int(sums[0]), int(sums[1])
     detail = f"{total} tokens counted, {open_tokens} of them not known to be stored"
     if store is None:
-        return Finding("counts stored", True, detail)
+        hint = "; see `evenroute status` and the rebalancer's log for why" if open_tokens else ""
+        return Finding("counts stored", None if open_tokens else True, detail + hint)
     reader = StoreReader(store)
     stored = sum(window.tokens for window in reader.windows() if window.run == run)
     reader.close()

@@ -30,7 +30,11 @@ class SegmentLike(Protocol):
     def predicted(self) -> Balancedness: ...
 
 
-EPOCH_RANDOM_BITS = 20  # design, "Switch protocol": epoch = counter * 2^20 + random bits
+MARKS = {
+    True: "[green]holds [/green]",
+    False: "[bold red]BROKEN[/bold red]",
+    None: "[yellow]unknown[/yellow]",
+}
 
 
 def _figure(value: float | None) -> str:
@@ -38,9 +42,9 @@ def _figure(value: float | None) -> str:
 
 
 def key_label(key: Sequence[int]) -> str:
-    """A key as a person reads it: how often the rebalancer was started, and the placement's number."""
+    """A key as `evenroute status` writes it: the rebalancer's epoch in hexadecimal / the placement's number."""
     epoch, version = key
-    return f"{epoch >> EPOCH_RANDOM_BITS}.{version}" if epoch else "start"
+    return f"{epoch:x}/{version}" if epoch else "start"
 
 
 def segment_rows(segments: Sequence[SegmentLike]) -> list[dict[str, Any]]:
@@ -95,7 +99,7 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
 
 def _segments_table(report: dict[str, Any]) -> Table:
     table = Table(title="placements, in the order in which they were in use", title_justify="left")
-    for name in ("steps", "epoch.version", "popularity"):
+    for name in ("steps", "epoch/version", "popularity"):
         table.add_column(name)
     for name in ("moved slots", "predicted", "achieved", "worst layer"):
         table.add_column(name, justify="right")
@@ -106,7 +110,7 @@ def _segments_table(report: dict[str, Any]) -> Table:
             f"{row['first_step']}-{row['last_step']}",
             label,
             "as at start" if row["popularity"] == 0 else "reshuffled",
-            str(row["moved_slots"]) if row["moved_slots"] else "",
+            str(row["moved_slots"]),
             _figure(row["balancedness_predicted"]),
             _figure(row["balancedness_achieved"]),
             _figure(row["worst_layer_achieved"]),
@@ -147,9 +151,9 @@ def _summary_table(report: dict[str, Any]) -> Table:
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Prints what the run found: the placements, the summary, and each invariant by name."""
-    console.print()
     console.print(_segments_table(report))
+    console.print()
     console.print(_summary_table(report))
     for finding in report["invariants"]:
-        mark = "[green]holds [/green]" if finding["held"] else "[bold red]BROKEN[/bold red]"
+        mark = MARKS[finding["held"]]
         console.print(f"{mark} {finding['name']}: {finding['detail']}", highlight=False)
