@@ -56,7 +56,10 @@ def parse_address(text: str, *, field: str) -> Address:
 
 
 def check_bind(address: Address, *, field: str, has_keys: bool, insecure: bool) -> None:
-    """ValueError when strangers could reach the address and there are no keys to tell them apart."""
+    """ValueError when strangers could reach the address without keys, or a file that is no socket lies at its path."""
+    path = address.ipc_path
+    if path is not None and path.exists() and not path.is_socket():
+        raise ValueError(f"{field}: {path} exists and is not a socket; expected a free path")
     if not (address.is_local or has_keys or insecure):
         raise ValueError(
             f"{field}: {address.text} is not a loopback address and there are no keys; "

@@ -24,7 +24,8 @@ class LockHeldError(OSError):
 
 
 def lock_path(path: Path) -> Path:
-    """Where the lock of a store or of an ipc socket lies."""
+    """Where the lock of a store or of an ipc socket lies; symbolic links lead to one and the same."""
+    path = path.resolve()
     return path.with_name(path.name + ".lock")
 
 

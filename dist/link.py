@@ -10,6 +10,7 @@ rank that hears nothing for too long connects anew instead, and TCP's keepalive 
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import secrets
@@ -98,6 +99,8 @@ class RouterLink:
             self.socket.bind(address.endpoint if own is None else f"ipc://{own}")
             if path is None or own is None:
                 return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            if path.exists() and not path.is_socket():
+                raise FileExistsError(errno.EEXIST, "a file that is not a socket lies there", str(path))
             own.rename(path)
             self._socket_file = (path, path.stat().st_ino)
             return address.endpoint
@@ -165,7 +168,13 @@ class DealerLink:
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.dropped = 0
         self._endpoint = address.endpoint
-        self.socket.connect(self._endpoint)
+        try:
+            self.socket.connect(self._endpoint)
+        except zmq.ZMQError as error:
+            self.close(linger_ms=0)
+            raise ValueError(
+                f"address: {address.text} found, expected one to connect to ({error.strerror})"
+            ) from None
 
     def reconnect(self) -> None:
         """Leave the connection, whatever its state, and make a new one."""

@@ -37,6 +37,8 @@ class ControlClient:
     """A connection to a rebalancer for one or more requests."""
 
     def __init__(self, address: str, *, keys: str | Path | None = None, timeout_s: float = 5.0) -> None:
+        if not 0 < timeout_s <= 3600:
+            raise ValueError(f"timeout: found {timeout_s:g} s, expected above 0 and at most 3600")
         self._address = address
         self._timeout_s = timeout_s
         parsed = parse_address(address, field="address")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MAX_EP_SIZE = 1 << 16
+
 
 def require_positive(name: str, value: int) -> None:
     """Raise ValueError unless ``value`` is an integer >= 1."""
@@ -27,6 +29,8 @@ class Topology:
     def __post_init__(self) -> None:
         require_positive("ep_size", self.ep_size)
         require_positive("num_nodes", self.num_nodes)
+        if self.ep_size > MAX_EP_SIZE:
+            raise ValueError(f"ep_size must be <= {MAX_EP_SIZE}, found {self.ep_size}")
         if self.ep_size % self.num_nodes:
             allowed = [n for n in range(1, self.ep_size + 1) if self.ep_size % n == 0]
             nearest = min(allowed, key=lambda n: (abs(n - self.num_nodes), n))

@@ -90,8 +90,20 @@ class RouterConfig:
             raise ValueError(f"renormalize_epsilon must be finite and >= 0, found {self.renormalize_epsilon}")
         if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
             raise ValueError(f"softcap must be finite and > 0, found {self.softcap}")
+        self._check_fp32()
         if self.scoring != "softmax" and (self.softcap is not None or self.bias_domain != "logit"):
             raise ValueError(f"softcap and bias_domain need scoring='softmax', found {self.scoring!r}")
+
+    def _check_fp32(self) -> None:
+        """The arithmetic is fp32: a setting that is 0 or Inf there (or whose inverse is) would make NaN weights."""
+        for name, least in (
+            ("routed_scaling_factor", 1e-30),
+            ("softcap", 1e-30),
+            ("renormalize_epsilon", 1e-37),
+        ):
+            value = getattr(self, name)
+            if value and not least <= value <= 1e30:
+                raise ValueError(f"{name} must lie in [{least}, 1e30], found {value}")
 
     def _check_groups(self) -> None:
         experts, groups, kept, top_k = self.num_experts, self.num_groups, self.topk_group, self.top_k

@@ -20,7 +20,7 @@ def fail(message: str, *, status: int = WRONG_USE) -> NoReturn:
 
 
 def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Turns `ValueError` and `OSError` of a command into one line and exit status 2.
+    """Turns `ValueError`, `OSError` and input beyond all limits into one line and exit status 2.
 
     Other exceptions are defects of evenroute itself and keep their traceback.
     """
@@ -38,5 +38,7 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
             fail(f"{name}{error.strerror or error}")
         except ValueError as error:
             fail(str(error))
+        except (OverflowError, RecursionError) as error:
+            fail(f"input holds a number too large or nesting too deep: {error}")
 
     return wrapped

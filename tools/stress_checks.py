@@ -132,8 +132,13 @@ def stored_counts(
     if store is None:
         hint = "; see `evenroute status` and the rebalancer's log for why" if open_tokens else ""
         return Finding("counts stored", None if open_tokens else True, detail + hint)
-    reader = StoreReader(store)
-    stored = sum(window.tokens for window in reader.windows() if window.run == run)
-    reader.close()
-    held = total - open_tokens <= stored <= total
+    try:
+        reader = StoreReader(store)
+        stored = sum(window.tokens for window in reader.windows() if window.run == run)
+        reader.close()
+    except (ValueError, OSError) as error:
+        return Finding("counts stored", False, f"{detail}; the store can't be read: {error}")
+    held: bool | None = stored == total
+    if not held and 0 < stored < total <= stored + open_tokens:
+        held = None  # the rebalancer was away at the end; nothing is known to be lost
     return Finding("counts stored", held, f"{detail}, {stored} in the store")

@@ -12,6 +12,7 @@ from evenroute.dist.keys import load_client_keys
 from evenroute.eplb.load_files import read_logical_count
 from evenroute.eplb.model_shapes import MODEL_SHAPES, ModelShape
 from evenroute.eplb.placement import Placement
+from evenroute.eplb.placement_file import load_placement
 from evenroute.eplb.topology import Topology
 from evenroute.tools.errors import fail
 
@@ -114,9 +115,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _at_least(name: str, value: float, least: float) -> None:
-    if not value >= least:
-        raise ValueError(f"--{name}: found {value}, expected at least {least:g}")
+def _within(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"--{name}: found {value}, expected {least:g} to {most:g}")
 
 
 def _shape(args: argparse.Namespace) -> ModelShape:
@@ -144,9 +145,10 @@ def _shape(args: argparse.Namespace) -> ModelShape:
         moe_intermediate_size=base.moe_intermediate_size,
         num_redundant_experts=pick(args.num_redundant_experts, default_redundant),
     )
-    _at_least("layers", shape.num_layers, 1)
-    _at_least("num-experts", shape.num_logical_experts, 1)
-    _at_least("num-redundant-experts", shape.num_redundant_experts, 0)
+    _within("layers", shape.num_layers, 1, 4096)
+    _within("num-experts", shape.num_logical_experts, 1, 2048)
+    _within("top-k", shape.top_k, 1, 32)
+    _within("num-redundant-experts", shape.num_redundant_experts, 0, 1 << 20)
     check_groups(shape)
     return shape
 
@@ -186,6 +188,30 @@ def _check_loads(args: argparse.Namespace, shape: ModelShape) -> None:
             )
 
 
+def _check_start(args: argparse.Namespace, shape: ModelShape, num_slots: int, topology: Topology) -> None:
+    """What the placements and inputs of this shape allow."""
+    if args.init_placement is not None:
+        placement, _ = load_placement(args.init_placement)
+        found = (placement.num_layers, placement.num_logical_experts, placement.num_slots, placement.topology)
+        wanted = (shape.num_layers, shape.num_logical_experts, num_slots, topology)
+        if found != wanted:
+            raise ValueError(
+                f"--init-placement: {args.init_placement} has layers, experts, slots, topology {found}, "
+                f"expected {wanted}"
+            )
+    if args.policy == "hierarchical" and shape.num_groups % topology.num_nodes:
+        raise ValueError(
+            f"--num-nodes: found {topology.num_nodes} with --policy hierarchical, expected a divisor of the "
+            f"{shape.num_groups} groups"
+        )
+    a_rank = shape.num_logical_experts // topology.ep_size
+    if args.routing == "round-robin" and -(-shape.top_k // topology.ep_size) > a_rank:
+        raise ValueError(
+            f"--top-k: found {shape.top_k} with --routing round-robin on {topology.ep_size} ranks, which hold "
+            f"{a_rank} experts each"
+        )
+
+
 def _check_rebalancer(args: argparse.Namespace) -> None:
     if args.rebalancer not in ("start", "off"):
         parse_address(args.rebalancer, field="--rebalancer")
@@ -216,27 +242,31 @@ def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
     """
     args = build_parser().parse_args(argv)
     shape = _shape(args)
-    for name, value, least in (
-        ("steps", args.steps, 1),
-        ("tokens", args.tokens, 0),
-        ("zipf-exponent", args.zipf_exponent, 0),
-        ("interval-steps", args.interval_steps, 1),
-        ("agree-every", args.agree_every, 1),
-        ("step-delay", args.step_delay, 0),
-        ("seed", args.seed, 0),
+    for name, value, least, most in (
+        ("steps", args.steps, 1, 10**9),
+        ("tokens", args.tokens, 0, 1 << 24),
+        ("zipf-exponent", args.zipf_exponent, 0, 10),
+        ("interval-steps", args.interval_steps, 1, 10**9),
+        ("agree-every", args.agree_every, 1, 10**6),
+        ("step-delay", args.step_delay, 0, 3600),
+        ("seed", args.seed, 0, 2**32),
     ):
-        _at_least(name, value, least)
+        _within(name, value, least, most)
     topology = Topology(ep_size, args.num_nodes)
     num_slots = shape.num_logical_experts + shape.num_redundant_experts
     Placement.initial(1, shape.num_logical_experts, num_slots, topology)
     _check_loads(args, shape)
+    _check_start(args, shape, num_slots, topology)
     if args.token_mode == "shared" and args.dispatch not in SHARED_DISPATCHES:
         raise ValueError(
             f"--dispatch: found {args.dispatch} with --token-mode shared, expected {' or '.join(SHARED_DISPATCHES)}"
         )
     _check_rebalancer(args)
-    if args.report is not None and not args.report.resolve().parent.is_dir():
-        raise ValueError(f"--report: folder {args.report.resolve().parent} does not exist")
+    for name in ("report", "store"):
+        path = getattr(args, name)
+        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+            wrong = "is a folder" if path.is_dir() else f"folder {path.resolve().parent} does not exist"
+            raise ValueError(f"--{name}: {path}: {wrong}, expected a file in an existing folder")
     return StressOptions(
         routing=args.routing,
         shape=shape,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -26,6 +27,11 @@ def windows_per_plan(interval_steps: int) -> tuple[int, int]:
     """(steps a window, windows a plan) for `interval_steps`, about three windows to a plan."""
     window_steps = max(1, interval_steps // 3)
     return window_steps, max(1, interval_steps // window_steps)
+
+
+def _end_with_parent() -> None:
+    """In the child: SIGTERM when rank 0 is gone, however it ended (Linux: prctl PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 class OwnRebalancer:
@@ -72,6 +78,7 @@ class OwnRebalancer:
                 stdout=log,
                 stderr=log,
                 env=environment,
+                preexec_fn=_end_with_parent,
             )
         own = cls(process, folder, store)
         deadline = time.monotonic() + START_LIMIT_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from dataclasses import asdict
@@ -49,20 +50,13 @@ def router_config(options: StressOptions) -> RouterConfig:
 
 
 def start_placement(options: StressOptions) -> Placement:
-    """`--init-placement`, or identity with round-robin redundancy. ValueError if the file does not fit."""
+    """`--init-placement` (its fit is checked with the flags), or identity with round-robin redundancy."""
     shape = options.shape
     if options.init_placement is None:
         return Placement.initial(
             shape.num_layers, shape.num_logical_experts, options.num_slots, options.topology
         )
     placement, _ = load_placement(options.init_placement)
-    found = (placement.num_layers, placement.num_logical_experts, placement.num_slots, placement.topology)
-    wanted = (shape.num_layers, shape.num_logical_experts, options.num_slots, options.topology)
-    if found != wanted:
-        raise ValueError(
-            f"--init-placement: {options.init_placement} has layers, experts, slots, topology {found}, "
-            f"expected {wanted}"
-        )
     return placement
 
 
@@ -145,6 +139,7 @@ class StressRank:
                 shared_counts=self.options.token_mode == "shared",
                 window_steps=window_steps,
                 agree_every=self.options.agree_every,
+                close_limit_s=15.0,
             ),
             placement=self.placement,
             tables=self.tables,
@@ -272,6 +267,8 @@ class StressRank:
 
 def run_rank(options: StressOptions) -> int:
     """Runs this rank to its end; returns the exit status."""
+    # torchrun ends its ranks with SIGTERM: leave through `finally`, so that the rebalancer and its folder go too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     device = pick_device()
     torch_dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     group = torch_dist.new_group(backend="gloo")
