@@ -11,7 +11,7 @@ SOURCES := $(shell ls eplb/*.py routing/*.py dist/*.py tools/*.py 2>/dev/null | 
 STAMP   := $(VENV)/.installed-$(SOURCES)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-slow simulate test-gpu test-multigpu lint format types ci wheel clean
+.PHONY: help install demo test test-slow simulate test-gpu test-multigpu test-release lint format types ci wheel clean
 
 help:
 	@echo "make demo      set up $(VENV) and run the main job on $(RANKS) ranks"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-slow the long suites: simulator, chaos, scale, fuzz"
 	@echo "make simulate  100,000 seeded schedules of faults on the switch protocol (SEEDS=A:B)"
 	@echo "make test-gpu  the suite for one GPU; make test-multigpu for two or more"
+	@echo "make test-release  build wheel and sdist, run them in a fresh environment"
 	@echo "make lint | format | types | wheel | ci | clean"
 
 install: $(STAMP)
@@ -62,6 +63,10 @@ format: install
 
 types: install
 	$(BIN)/mypy -p evenroute.eplb -p evenroute.routing -p evenroute.dist -p evenroute.tools
+
+# Wheel and sdist are built, looked into, and run from an empty folder in a fresh environment without torch.
+test-release: install
+	$(BIN)/python -m pytest -m "slow" tests/deploy/test_release.py
 
 wheel: install
 	$(BIN)/python -m build --outdir build/out
