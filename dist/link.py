@@ -16,8 +16,8 @@ import resource
 import secrets
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import zmq
 
@@ -32,6 +32,7 @@ ROUTER_RECEIVE_FRAMES = (
 CONTROL_TAG = b"control"  # first frame of an operator's or viewer's request, and of its answer
 _HANDSHAKE_MS = 3000
 _BACKLOG = 4096
+_COPIED_BYTES = 16384  # a copy of a smaller frame is cheaper than keeping track of it
 
 
 def _set_common(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
@@ -51,8 +52,7 @@ def raise_file_limit() -> int:
     return soft
 
 
-@dataclass(frozen=True)
-class Received:
+class Received(NamedTuple):
     """A frame from a peer; `control` frames come from operators and viewers, the others from ranks."""
 
     peer: bytes
@@ -113,14 +113,17 @@ class RouterLink:
         """Up to `limit` frames that wait; those of another form are dropped and counted."""
         for _ in range(limit):
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                peer = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            control = len(frames) == 3 and frames[1].bytes == CONTROL_TAG
-            if len(frames) != 2 and not control:
+            frames = [self.socket.recv(zmq.NOBLOCK, copy=False)]  # the parts of a message come together
+            while frames[-1].more:
+                frames.append(self.socket.recv(zmq.NOBLOCK, copy=False))
+            control = len(frames) == 2 and frames[0].bytes == CONTROL_TAG
+            if len(frames) != 1 and not control:
                 self.malformed += 1
                 continue
-            yield Received(frames[0].bytes, self._role(frames[-1]), control, frames[-1].buffer)
+            yield Received(peer, self._role(frames[-1]), control, frames[-1].buffer)
 
     def _role(self, frame: zmq.Frame) -> str:
         if self.zap is None:
@@ -129,9 +132,12 @@ class RouterLink:
 
     def send(self, peer: bytes, frame: bytes, *, control: bool = False) -> bool:
         """Send, or drop and return False when the peer left or does not read."""
-        parts = [peer, CONTROL_TAG, frame] if control else [peer, frame]
+        more = zmq.NOBLOCK | zmq.SNDMORE
         try:
-            self.socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+            self.socket.send(peer, more)
+            if control:
+                self.socket.send(CONTROL_TAG, more)
+            self.socket.send(frame, zmq.NOBLOCK, copy=len(frame) < _COPIED_BYTES)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

@@ -1,6 +1,6 @@
 """The counts that the next plan is made from, with what is known of their completeness. No I/O, no clock."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,18 @@ class LoadView:
     missing_ranks: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class _Coverage:
+    """A `RankCoverage` that grows."""
+
+    first_step: int
+    last_step: int
+    num_windows: int = 0
+    num_missing: int = 0
+    tokens: int = 0
+    last_seq: int = 0
+
+
 class LoadAccumulator:
     """Sums stored windows of one run; memory: one count array, and a few numbers a rank."""
 
@@ -51,7 +63,7 @@ class LoadAccumulator:
         """Begin anew (a plan was made from what there was)."""
         self._counts = np.zeros(self._shape, dtype=np.int64)
         self._tokens = 0
-        self._ranks: dict[int, RankCoverage] = {}
+        self._ranks: dict[int, _Coverage] = {}
 
     def add(self, receipt: Receipt) -> None:
         """Add a window that was stored just now."""
@@ -61,22 +73,17 @@ class LoadAccumulator:
         known = self._ranks.get(window.rank)
         if known is None:
             # What is missing before the first window in view is outside of it, not a hole in it.
-            self._ranks[window.rank] = RankCoverage(
-                window.rank, window.first_step, window.last_step, 1, 0, window.tokens, window.seq
-            )
-            return
-        self._ranks[window.rank] = replace(
-            known,
-            last_step=max(known.last_step, window.last_step),
-            num_windows=known.num_windows + 1,
-            num_missing=known.num_missing + receipt.missing_before,
-            tokens=known.tokens + window.tokens,
-            last_seq=window.seq,
-        )
+            known = self._ranks[window.rank] = _Coverage(window.first_step, window.last_step)
+        else:
+            known.last_step = max(known.last_step, window.last_step)
+            known.num_missing += receipt.missing_before
+        known.num_windows += 1
+        known.tokens += window.tokens
+        known.last_seq = window.seq
 
     def view(self) -> LoadView:
         """A copy of what there is."""
-        ranks = tuple(self._ranks[rank] for rank in sorted(self._ranks))
+        ranks = tuple(RankCoverage(rank, **asdict(self._ranks[rank])) for rank in sorted(self._ranks))
         missing = tuple(rank for rank in range(self._sources) if rank not in self._ranks)
         complete = not missing and all(rank.num_missing == 0 for rank in ranks)
         coverage = 0.0

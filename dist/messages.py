@@ -302,8 +302,9 @@ def check_window(window: Window, job: JobShape | None) -> None:
         raise MessageError(f"window.counts: found {len(window.counts)} bytes, expected {expected}")
     counts = window_counts(window, job)
     most = window.tokens * job.top_k
-    # Single values first, capped at 2^46, so that a sum over 2^16 experts can't overflow.
-    if int(counts.min()) < 0 or int(counts.max()) > min(most, 2**46) or int(counts.sum(axis=1).max()) > most:
+    # All values or-ed, in one pass: negative if any is; below 2^47 no sum over 2^16 experts can overflow.
+    bits = int(np.bitwise_or.reduce(counts, axis=None))
+    if not 0 <= bits < 2**47 or int(counts.sum(axis=1).max()) > most:
         raise MessageError(
             f"window.counts: values outside 0..{most} ({window.tokens} tokens x top-{job.top_k}) in a layer"
         )

@@ -55,6 +55,10 @@ __all__ = [
 ]
 
 _OPEN_ROWS = 8  # window rows kept in memory while ranks still add to them
+_RANKS_A_QUERY = 64
+_LAST_SEQS = (
+    f"SELECT rank, last_seq FROM rank_state WHERE run = ? AND rank IN ({', '.join('?' * _RANKS_A_QUERY)})"
+)
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class HistoryStore(StoreReader):
         self._checkpointer: Checkpointer | None = None
         self._connection = connect(self.path, read_only=False, timeout_s=timeout_s)
         self._open_rows: OrderedDict[tuple[int, int], NDArray[np.int64]] = OrderedDict()
+        self._jobs: dict[int, JobRow] = {}
         try:
             with self._write_errors():
                 if not self._connection.execute("PRAGMA schema_version").fetchone()[0]:
@@ -178,14 +183,15 @@ class HistoryStore(StoreReader):
         receipts: list[Receipt] = []
         touched: dict[tuple[int, int], list[RankWindow]] = {}
         with self._transaction(epoch) as connection:
+            last_seq = self._last_seqs(windows)
             for window in windows:
-                last = self.last_seq(window.run, window.rank)
+                last = last_seq.get((window.run, window.rank), 0)
                 if window.seq <= last:
                     receipts.append(Receipt(window, stored=False, missing_before=0))
                     continue
+                last_seq[window.run, window.rank] = window.seq
                 missing = window.seq - last - 1
                 receipts.append(Receipt(window, stored=True, missing_before=missing))
-                self._advance_rank(connection, window, missing, now)
                 touched.setdefault((window.run, window.last_step), []).append(window)
                 if keep_rank_detail:
                     connection.execute(
@@ -201,25 +207,38 @@ class HistoryStore(StoreReader):
                             counts_to_blob(window.counts),
                         ),
                     )
+            self._advance_ranks(connection, receipts, now)
             for (run, last_step), added in touched.items():
                 self._add_to_row(connection, run, last_step, added, epoch, now)
         return receipts
 
+    def _last_seqs(self, windows: Sequence[RankWindow]) -> dict[tuple[int, int], int]:
+        """Last stored sequence number of each (run, rank) in `windows`, those without one left out."""
+        found: dict[tuple[int, int], int] = {}
+        for run in {window.run for window in windows}:
+            ranks = list({window.rank for window in windows if window.run == run})
+            for start in range(0, len(ranks), _RANKS_A_QUERY):
+                some = ranks[start : start + _RANKS_A_QUERY]
+                values = (
+                    run,
+                    *some,
+                    *[-1] * (_RANKS_A_QUERY - len(some)),
+                )  # one text: one prepared statement
+                rows = self._connection.execute(_LAST_SEQS, values)
+                found.update({(run, rank): int(last) for rank, last in rows})
+        return found
+
     @staticmethod
-    def _advance_rank(connection: sqlite3.Connection, window: RankWindow, missing: int, now: float) -> None:
-        connection.execute(
+    def _advance_ranks(connection: sqlite3.Connection, receipts: Sequence[Receipt], now: float) -> None:
+        connection.executemany(
             "INSERT INTO rank_state VALUES (?1, ?2, ?3, ?4, ?5, ?6, 1, ?7, ?8) ON CONFLICT (run, rank) DO UPDATE SET "
             "last_seq = ?3, missing = missing + ?4, last_step = ?6, num_windows = num_windows + 1, "
             "tokens = tokens + ?7, time = ?8",
             (
-                window.run,
-                window.rank,
-                window.seq,
-                missing,
-                window.first_step,
-                window.last_step,
-                window.tokens,
-                now,
+                (w.run, w.rank, w.seq, receipt.missing_before, w.first_step, w.last_step, w.tokens, now)
+                for receipt in receipts
+                if receipt.stored
+                for w in (receipt.window,)
             ),
         )
 
@@ -232,8 +251,9 @@ class HistoryStore(StoreReader):
         epoch: int,
         now: float,
     ) -> None:
-        job = self.job(run)
+        job = self._jobs.get(run) or self.job(run)
         assert job is not None, f"windows of run {run} before its shape"
+        self._jobs = {run: job}  # a run's shape never changes
         total = self._open_rows.pop((run, last_step), None)
         if total is None:
             query = "SELECT counts FROM windows WHERE run = ? AND last_step = ?"
