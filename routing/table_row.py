@@ -22,7 +22,16 @@ FIELDS = (
     "replica_payload",
     "static_payload",
 )
-_EVEN = np.zeros(0, dtype=np.uint16)
+
+
+def _read_only(values: NDArray[Any], dtype: type[np.generic]) -> NDArray[Any]:
+    """A contiguous view that can't be written: numba compiles anew for a writable one, on the forward thread."""
+    view = np.ascontiguousarray(values, dtype=dtype).view()
+    view.flags.writeable = False
+    return view
+
+
+_EVEN = _read_only(np.zeros(0), np.uint16)
 
 
 def fits_payload(num_slots: int, ep_size: int) -> bool:
@@ -126,10 +135,9 @@ def fill_table_row(
 
     The row must come from a checked placement: experts in range, each with a slot, none twice on a rank.
     """
-    shares: NDArray[Any] = _EVEN if row.shares is None else np.ascontiguousarray(row.shares)
     _fill(
-        np.ascontiguousarray(row.slots, dtype=np.int32),
-        shares,
+        _read_only(row.slots, np.int32),
+        _EVEN if row.shares is None else _read_only(row.shares, np.uint16),
         topology.ep_size,
         topology.ranks_per_node,
         ep_rank,

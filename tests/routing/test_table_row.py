@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.placement import Placement, PlacementRow
 from evenroute.eplb.topology import Topology
+from evenroute.routing import table_row
 from evenroute.routing.tables import DispatchTables
 from support.plain_table_row import build_table_row
 
@@ -63,3 +64,17 @@ def test_real_sizes(experts: int, slots: int, ranks: int) -> None:
     tables = DispatchTables(placement, ep_rank=ranks - 1, device="cpu")
     for name, values in build_table_row(placement.row(0), experts, placement.topology, ranks - 1).items():
         assert np.array_equal(getattr(tables, name)[0].numpy(), values), name
+
+
+def test_no_row_is_compiled_for_after_the_start() -> None:
+    """Even or uneven, writable or not: a switch on the forward thread never waits for the compiler."""
+    even = drawn_placement(0, 16, 1, 4, 2, uneven=False)
+    uneven = drawn_placement(0, 16, 1, 4, 2, uneven=True)
+    tables = DispatchTables(even, ep_rank=0, device="cpu")
+    before = len(table_row._fill.signatures)
+    row = uneven.row(0)
+    assert row.shares is not None
+    for slots in (row.slots, row.slots.copy(), row.slots.astype(np.int64)):
+        for shares in (None, row.shares, row.shares.copy()):
+            tables.update_layer(0, PlacementRow(slots, shares))
+    assert len(table_row._fill.signatures) == before == 1
