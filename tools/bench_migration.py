@@ -4,7 +4,9 @@
 
 Parts: `steps` (step time before, during, after a rebalance, a blocking migration beside it, bandwidth against a plain
 exchange of the same bytes), `throughput` (large batches, before and after, with the balancedness), `endurance` (many
-steps with random delays on every rank and migrations throughout). Outputs are checked in all of them.
+steps with random delays on every rank and migrations throughout). Outputs are checked in all of them. Failures on
+purpose, one a run: `kill` (the last rank dies in a migration), `stall` (it stands still: the watchdog ends the others),
+`damage` (with --verify: damaged weights are refused, live ones stay).
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ import argparse
 import json
 import os
 import random
-import signal
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -31,8 +33,9 @@ from evenroute.dist.watchdog import end_process
 from evenroute.eplb.loads import balancedness, rank_loads
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.planner import plan_placement
-from evenroute.tools.bench_migration_options import launch, parse
-from evenroute.tools.bench_moe_model import BenchModel, GraphStep, ModelSizes, StepClock
+from evenroute.tools.bench_migration_failures import damage_part, kill_part, stall_part
+from evenroute.tools.bench_migration_options import PART_NAMES, launch, parse
+from evenroute.tools.bench_moe_model import BenchModel, GraphStep, ModelGroups, ModelSizes, StepClock
 from evenroute.tools.moe_driver import MoeDriver, VoteFailedError
 
 TOLERANCE = 2e-2
@@ -279,27 +282,6 @@ class Bench:
             "hang": False,
         }
 
-    def kill_part(self) -> dict[str, Any]:
-        """The last rank is killed in the middle of a migration; the others must end, saying what they were at."""
-        model = self.model
-        step = GraphStep(model, self.args.tokens)
-        loads = np.random.default_rng(5).lognormal(
-            0.0, 1.5, (model.sizes.num_layers, model.sizes.num_experts)
-        )
-        model.driver.propose(self.plan(loads))
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's: the message is to be seen
-        for number in range(10_000):
-            model.driver.step()
-            in_flight = model.mover.in_flight()
-            if in_flight and number > 5 and model.rank == model.ep_size - 1:
-                print(f"killed at step {number}: {in_flight}", file=sys.stderr, flush=True)
-                os.kill(os.getpid(), signal.SIGKILL)
-            if (
-                model.device.type == "cuda"
-            ):  # gloo's own collectives would fail first, without a word about layers
-                step.run(number)
-        return {"ended": False}
-
     def delay(self, chance: random.Random) -> None:
         """Now and then this rank alone is late, on the host or on the device."""
         roll = chance.random()
@@ -307,6 +289,17 @@ class Bench:
             time.sleep(chance.random() * 0.004)
         elif roll < 0.10 and self.model.device.type == "cuda":
             torch.cuda._sleep(int(chance.random() * 6_000_000))  # type: ignore[no-untyped-call]  # cycles: up to about 3 ms
+
+
+PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    "steps": Bench.steps_part,
+    "throughput": Bench.throughput_part,
+    "endurance": Bench.endurance_part,
+    "kill": kill_part,
+    "stall": stall_part,
+    "damage": damage_part,
+}
+assert tuple(PARTS) == PART_NAMES
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -322,8 +315,7 @@ def main(argv: list[str] | None = None) -> int:
     torch_dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=args.limit_s)
     )
-    vote_group = torch_dist.new_group(backend="gloo")
-    assert vote_group is not None
+    groups = ModelGroups.make(device)
     sizes = ModelSizes(
         args.layers,
         args.experts,
@@ -334,8 +326,10 @@ def main(argv: list[str] | None = None) -> int:
         args.staging_layers,
         int(args.chunk_mib * 2**20),
         args.zipf_exponent,
+        verify=args.verify,
+        transfer_limit_s=args.transfer_limit_s,
     )
-    bench = Bench(BenchModel(sizes, device, vote_group), args)
+    bench = Bench(BenchModel(sizes, device, groups), args)
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu (gloo)",
         "ranks": bench.model.ep_size,
@@ -343,7 +337,7 @@ def main(argv: list[str] | None = None) -> int:
     for part in args.parts.split(","):
         began = time.perf_counter()
         try:
-            report[part] = getattr(bench, f"{part}_part")()
+            report[part] = PARTS[part](bench)
         except (MigrationError, VoteFailedError) as error:
             end_process(
                 f"rank {bench.model.rank}: {error}"

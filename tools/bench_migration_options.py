@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PARTS = ("steps", "throughput", "endurance", "kill")
+PART_NAMES = ("steps", "throughput", "endurance", "kill", "stall", "damage")
 
 GPU_DEFAULTS = {
     "layers": 3,
@@ -49,7 +49,7 @@ def parse(argv: list[str], on_gpu: bool, description: str | None) -> argparse.Na
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--parts", default="steps,throughput,endurance", help=f"of {', '.join(PARTS)}")
+    add("--parts", default="steps,throughput,endurance", help=f"of {', '.join(PART_NAMES)}")
     add("--ranks", type=int, help="without torchrun: start so many (default: one a GPU, else 2)")
     for name, value in (GPU_DEFAULTS if on_gpu else CPU_DEFAULTS).items():
         add(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value}")
@@ -57,11 +57,15 @@ def parse(argv: list[str], on_gpu: bool, description: str | None) -> argparse.Na
     add("--zipf-exponent", type=float, default=1.2)
     add("--policy", default="global", help="of the planner")
     add("--limit-s", type=float, default=300.0, help="of the process groups' collectives")
+    add("--verify", action="store_true", help="compare checksums of every moved expert")
+    add("--transfer-limit-s", type=float, default=30.0, help="a chunk that takes longer ends the job")
     add("--report", type=Path)
     args = parser.parse_args(argv)
     for part in args.parts.split(","):
-        if part not in PARTS:
-            parser.error(f"--parts: found {part!r}, expected of {', '.join(PARTS)}")
+        if part not in PART_NAMES:
+            parser.error(f"--parts: found {part!r}, expected of {', '.join(PART_NAMES)}")
+    if "damage" in args.parts.split(",") and not args.verify:
+        parser.error("--parts: found 'damage' without --verify, which is what notices it")
     return args
 
 

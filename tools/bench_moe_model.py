@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from evenroute.dist.expert_compute import SwiGluExperts, expert_mlp
 from evenroute.dist.migration import MigrationConfig, WeightMover
 from evenroute.dist.staging import layer_bytes
 from evenroute.dist.weights import ExpertWeights
+from evenroute.eplb.load_files import read_logical_count
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.topology import Topology
 from evenroute.routing.config import RouterConfig
@@ -41,42 +43,65 @@ class ModelSizes:
     chunk_bytes: int
     exponent: float
     seed: int = 1
+    dispatch: str = "dynamic"
+    loads: Path | None = None  # the popularity follows this file instead of Zipf(exponent)
+    verify: bool = False
+    transfer_limit_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class ModelGroups:
+    """Process groups over all ranks: votes (CPU), the layers' collectives, the migration's transfers."""
+
+    vote: torch_dist.ProcessGroup
+    layer: torch_dist.ProcessGroup
+    move: torch_dist.ProcessGroup
+
+    @classmethod
+    def make(cls, device: torch.device) -> ModelGroups:
+        """Collective."""
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        vote, layer, move = (torch_dist.new_group(backend=name) for name in ("gloo", backend, backend))
+        assert vote is not None
+        assert layer is not None
+        assert move is not None
+        return cls(vote, layer, move)
 
 
 class BenchModel:
     """One rank's model: weights, tables, router, layers, mover, driver. Collective to make."""
 
-    def __init__(self, sizes: ModelSizes, device: torch.device, vote_group: torch_dist.ProcessGroup) -> None:
-        self.sizes, self.device, self.vote_group = sizes, device, vote_group
+    def __init__(
+        self, sizes: ModelSizes, device: torch.device, groups: ModelGroups, *, load: bool = True
+    ) -> None:
+        """`load=False` leaves weights and tables to whoever starts the mover (the rank agent does)."""
+        self.sizes, self.device, self.vote_group = sizes, device, groups.vote
         self.rank, self.ep_size = torch_dist.get_rank(), torch_dist.get_world_size()
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        layer_group, move_group = torch_dist.new_group(backend=backend), torch_dist.new_group(backend=backend)
-        assert layer_group is not None
-        assert move_group is not None
-        self.layer_group, self.move_group = layer_group, move_group
+        self.layer_group, self.move_group = groups.layer, groups.move
         self.topology = Topology(self.ep_size)
         start = Placement.initial(sizes.num_layers, sizes.num_experts, sizes.num_slots, self.topology)
         self.tables = DispatchTables(start, ep_rank=self.rank, device=device)
         self.counters = ExpertCounters(sizes.num_layers, sizes.num_experts, device=device)
-        groups = 8 if sizes.num_experts >= 32 else 1
+        expert_groups = 8 if sizes.num_experts >= 32 else 1
         config = RouterConfig(
             sizes.num_experts,
             sizes.top_k,
             scoring="sigmoid",
-            num_groups=groups,
-            topk_group=max(1, groups // 2),
+            num_groups=expert_groups,
+            topk_group=max(1, expert_groups // 2),
             routed_scaling_factor=2.5,
         )
         emit = ("weights", "physical_ids", "logical_ids")
-        self.router = Router(config, self.tables, self.counters, emit=emit)
+        self.router = Router(config, self.tables, self.counters, dispatch=sizes.dispatch, emit=emit)
         self.source = LogitSource(
-            "zipf",
+            "zipf" if sizes.loads is None else "trace",
             config,
             sizes.num_layers,
             sizes.seed,
             rank=self.rank,
             ep_size=self.ep_size,
+            loads=None if sizes.loads is None else read_logical_count(sizes.loads),
             exponent=sizes.exponent,
             device=device,
         )
@@ -96,12 +121,16 @@ class BenchModel:
         migration = MigrationConfig(
             staging_bytes=sizes.staging_layers * self.layer_bytes,
             chunk_bytes=sizes.chunk_bytes,
+            transfer_limit_s=sizes.transfer_limit_s,
+            verify=sizes.verify,
         )
+        self.start = start
         self.mover = WeightMover(
-            weights, self.tables, group=move_group, loader=self.expert_rows, config=migration
+            weights, self.tables, group=self.move_group, loader=self.expert_rows, config=migration
         )
-        self.mover.load(start)
-        self.driver = MoeDriver(self.mover, start, vote_group, limit_s=60.0)
+        if load:
+            self.mover.load(start)
+        self.driver = MoeDriver(self.mover, start, self.vote_group, limit_s=60.0)
         self.exact = self._layers("exact")
         self.padded = self._layers("padded")
 

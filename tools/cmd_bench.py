@@ -9,7 +9,7 @@ import typer
 
 from evenroute.tools.errors import fail, one_line_errors
 
-BENCHES = ("router", "planner", "transport", "migration")
+BENCHES = ("router", "planner", "transport", "migration", "ep")
 
 
 def register(app: typer.Typer) -> None:
@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
         context: typer.Context,
         name: Annotated[str, typer.Argument(help=f"{', '.join(BENCHES)}; NAME --help for its flags.")] = "",
     ) -> None:
-        """Measure router, planner, transport or migration on this machine (NAME --help for flags)."""
+        """Measure router, planner, transport, migration or all of EP on this machine (NAME --help for flags)."""
         if name not in BENCHES:
             fail(f"bench: found {name!r}, expected one of {', '.join(BENCHES)}")
         status = importlib.import_module(f"evenroute.tools.bench_{name}").main(context.args)
