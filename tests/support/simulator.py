@@ -89,7 +89,7 @@ class World:
         self.num_events = 0
         self.num_lives = 0
         self.store_of_epoch: dict[int, SimStore] = {}
-        self.acknowledged: dict[SimRank, int] = {}
+        self.sealed: dict[SimRank, int] = {}
         self.final_published = False
         self.final_wanted = (
             self.rng.random() < 0.6
@@ -322,7 +322,11 @@ class World:
         for rank in self.job.ranks:
             rank.paused_until = min(rank.paused_until, self.now)
         self._new_job()
-        self.acknowledged = {rank: rank.core.stream.windows_acknowledged for rank in self.job.ranks}
+        # Of a window in flight now, a late acknowledgement of a lost store may still be under way.
+        self.sealed = {
+            rank: rank.core.stream.windows_acknowledged + (rank.core.stream.in_flight is not None)
+            for rank in self.job.ranks
+        }
         self.trace("faults end")
 
     def run(self) -> list[str]:
@@ -360,7 +364,7 @@ class World:
         # A store sees from the next window what an earlier one had: each rank needs one after the faults.
         reporting = self.job.ranks[:1] if self.knobs.shared_counts else self.job.ranks
         return bool(reporting) and all(
-            rank.core.stream.windows_acknowledged > self.acknowledged.get(rank, 0) for rank in reporting
+            rank.core.stream.windows_acknowledged > self.sealed.get(rank, 0) for rank in reporting
         )
 
     def _unfinished(self) -> list[str]:
