@@ -3,7 +3,7 @@
 agent = RankAgent.start(config, placement=placement, tables=tables, counters=counters, ep_group=group)
 for batch in batches:
     agent.step(batch.num_tokens)   # before the step's routing, on every rank, idle ones too
-    ...                            # route all layers
+    ...                            # route all layers: routed = router(logits, layer); agent.record(layer, routed)
 agent.close()
 """
 
@@ -13,7 +13,8 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol
 
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from evenroute.dist.agent_start import agree_on_start, connect, job_shape
@@ -29,7 +31,11 @@ from evenroute.dist.agreement import Action, Commit, Discard, Key, Open
 from evenroute.dist.config import AgentConfig
 from evenroute.dist.job_start import StartedJob
 from evenroute.dist.link import DealerLink
+from evenroute.dist.messages import JobShape
 from evenroute.dist.mover import LayerMover, TablesOnly, TableUpdater
+from evenroute.dist.pass_files import check_folder
+from evenroute.dist.pass_recorder import PassRecorder, PassSession, RecorderSettings
+from evenroute.dist.pass_tap import PassTap, RoutedIds, make_buffers
 from evenroute.dist.process_groups import RollCall, new_cpu_group
 from evenroute.dist.rank_core import RankConfig, RankCore
 from evenroute.dist.stream_core import Unsent
@@ -122,7 +128,18 @@ class RankAgent:
         self._group = vote_group
         roll_call = RollCall(run=started.run, rank=self.rank, ep_size=started.job.ep_size)
         self._votes = VoteThread(vote_group, limit_s=config.vote_limit_s, who_is_missing=roll_call.missing)
-        self._thread = AgentThread(self._core, self._lock, link, silence_limit_s=config.silence_limit_s)
+        self._thread = AgentThread(
+            self._core,
+            self._lock,
+            link,
+            silence_limit_s=config.silence_limit_s,
+            recorder=lambda wake: _recorder(
+                config, started.run, self.rank, started.job, counters.device, wake
+            ),
+        )
+        self._recorder = self._thread.recorder
+        self._tap = PassTap(started.job, counters.device)
+        self._pass_counts: PassSession | None = None  # records each pass's counts; a take fell on its start
         self._reports = self.rank == 0 or not config.shared_counts
         self._free: deque[_HostBuffer] = deque(_HostBuffer(counters) for _ in range(_NUM_BUFFERS))
         self._step = 0
@@ -162,6 +179,8 @@ class RankAgent:
                 f"ep_group: {torch_dist.get_world_size(ep_group)} ranks found, the placement is for {job.ep_size}"
             )
         vote_group = new_cpu_group(ep_group, limit_s=config.vote_limit_s)
+        if config.record_dir:
+            check_folder(config.record_dir)
         link = connect(config)
         try:
             started = agree_on_start(config, job, placement, rank, vote_group, link)
@@ -193,18 +212,57 @@ class RankAgent:
         """
         step = self._step
         switched: tuple[int, ...] = ()
-        if self._counting != count or (step % self.config.window_steps == 0 and step > self._first_step):
-            self._take(step, count)
+        if self._tap.open:
+            self._tap.finish()
+        session = self._recorder.session
+        per_pass = session is not None and session.order.mode == "per_pass"
+        window_ends = self._counting != count or step % self.config.window_steps == 0
+        if (window_ends or per_pass) and (self._counting != count or step > self._first_step):
+            self._take(step, count, ends_window=window_ends)
         if step % self.config.agree_every == 0:
             switched = self._agree(step)
         self._mover.advance()
         if count:
             self._tokens += num_tokens
+        if session is not None and session.accepts:
+            self._begin_pass(session, step, num_tokens, switched=bool(switched))
         self._step = step + 1
         return StepResult(step, self._key, self._layer_keys, switched, count)
 
-    def _take(self, step: int, count: bool) -> None:
-        """End the window before `step`; counts of uncounted steps are thrown away."""
+    def _begin_pass(self, session: PassSession, step: int, num_tokens: int, *, switched: bool) -> None:
+        state = self._core.state
+        if session.order.mode == "per_token":
+            if self._counting:
+                self._tap.begin(
+                    session, step, num_tokens, state.live_rows, state.live_keys, switched=switched
+                )
+            return
+        new = session is not self._pass_counts
+        if (
+            new and self._first_step == step
+        ):  # else the take was put off: its counts hold steps before the start
+            self._pass_counts = session
+        if self._pass_counts is session and (new or switched):
+            session.placed(step, list(state.live_rows), list(state.live_keys))
+
+    def record(self, layer: int, routed: RoutedIds | Tensor) -> None:
+        """Tell what a layer was routed to, for recordings of mode per_token; next to nothing without one.
+
+        routed    the router's output, or logical ids [T, K] of the rows that `step` announced (further rows are
+                  padding); several calls a layer and step append. Under CUDA graphs call it after the replay, with the
+                  captured outputs. Never raises and never waits: what cannot be recorded is told by
+                  `evenroute status`.
+        """
+        if self._tap.open:
+            self._tap.add(layer, routed)
+
+    def record_inputs(self, token_ids: Tensor | None = None, positions: Tensor | None = None) -> None:
+        """Vocabulary ids and positions [T] (integers) of this step's rows, for recordings of mode per_token."""
+        if self._tap.open:
+            self._tap.add_inputs(token_ids, positions)
+
+    def _take(self, step: int, count: bool, *, ends_window: bool = True) -> None:
+        """Take the counts before `step`; those of uncounted steps are thrown away."""
         wanted = self._counting and self._reports
         if wanted and step > self._first_step:
             if not self._free:
@@ -215,7 +273,13 @@ class RankAgent:
             buffer = self._free.popleft()
             self._counters.take(buffer.tensor)
             buffer.mark()
-            self._thread.hand_over(Take(self._first_step, step - 1, self._tokens, buffer, self._free.append))
+            take = Take(self._first_step, step - 1, self._tokens, buffer, self._free.append, ends_window)
+            if self._pass_counts is not None:
+                if self._pass_counts.accepts:
+                    take.session = self._pass_counts
+                else:
+                    self._pass_counts = None
+            self._thread.hand_over(take)
         else:
             self._counters.take()
         self._first_step, self._tokens, self._counting = step, 0, count
@@ -307,10 +371,20 @@ class RankAgent:
         """Why placements were refused by this rank, the last ten."""
         return list(self._core.counters.refusals)
 
+    @property
+    def vote_wait_s(self) -> float:
+        """Seconds that `step` has waited for results of votes so far: for ranks that come to their step later."""
+        return self._votes.waited_s
+
     def unsent(self) -> Unsent:
         """Counts not known to be stored."""
+        tokens, steps = self._thread.partial()
         with self._lock:
-            return self._core.unsent()
+            unsent = self._core.unsent()
+        if steps is None:
+            return unsent
+        first = steps[0] if unsent.open_steps is None else min(steps[0], unsent.open_steps[0])
+        return replace(unsent, open_tokens=unsent.open_tokens + tokens, open_steps=(first, steps[1]))
 
     # ---------------------------------------------------------------------------------------- close
 
@@ -322,6 +396,8 @@ class RankAgent:
         if self._closed:
             return True
         self._closed = True
+        if self._tap.open:
+            self._tap.finish()
         limit_s = self.config.close_limit_s if limit_s is None else limit_s
         if self._step > self._first_step and self._free:
             self._take(self._step, count=True)
@@ -353,3 +429,23 @@ class RankAgent:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _recorder(
+    config: AgentConfig,
+    run: int,
+    rank: int,
+    job: JobShape,
+    device: torch.device,
+    wake: Callable[[], None],
+) -> PassRecorder:
+    settings = RecorderSettings(
+        run=run,
+        rank=rank,
+        job=job,
+        folder=check_folder(config.record_dir) if config.record_dir else None,
+        buffer_bytes=config.record_buffer_bytes,
+        part_bytes=config.record_part_bytes,
+        max_bytes=config.record_max_bytes,
+    )
+    return PassRecorder(settings, lambda number, size: make_buffers(number, size, device), wake)

@@ -17,8 +17,10 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from evenroute.dist.link import DealerLink
+from evenroute.dist.control import decode_order, encode_control
+from evenroute.dist.link import CONTROL_TAG, DealerLink
 from evenroute.dist.messages import MessageError, Up, decode_down, encode
+from evenroute.dist.pass_recorder import PassRecorder, PassSession
 from evenroute.dist.rank_core import RankCore
 
 logger = logging.getLogger("evenroute.dist.agent")
@@ -37,22 +39,45 @@ class CountBuffer(Protocol):
 
 @dataclass
 class Take:
-    """Counts of steps first_step..last_step (inclusive), `tokens` rows, in a buffer that goes back to `release`."""
+    """Counts of steps first_step..last_step (inclusive), `tokens` rows, in a buffer that goes back to `release`.
+
+    `session` records them as a pass of its own. They are kept back until a take that `ends_window`, so that the
+    stream's windows stay as long as without a recording.
+    """
 
     first_step: int
     last_step: int
     tokens: int
     buffer: CountBuffer
     release: Callable[[Any], None]
+    ends_window: bool = True
+    session: PassSession | None = None
+
+
+@dataclass
+class _Partial:
+    """A window that is taken pass by pass."""
+
+    first_step: int
+    last_step: int
+    tokens: int
+    counts: NDArray[np.int64]
 
 
 class AgentThread:
     """Drives a `RankCore` under its lock between a `DealerLink` (None: no rebalancer) and the forward thread."""
 
     def __init__(
-        self, core: RankCore, lock: threading.Lock, link: DealerLink | None, *, silence_limit_s: float
+        self,
+        core: RankCore,
+        lock: threading.Lock,
+        link: DealerLink | None,
+        *,
+        silence_limit_s: float,
+        recorder: Callable[[Callable[[], None]], PassRecorder],
     ) -> None:
         self.core = core
+        self.recorder = recorder(self.wake)
         self.lock = lock
         self.frames_refused = 0
         self.errors = 0
@@ -63,7 +88,8 @@ class AgentThread:
         self._takes: deque[Take] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
-        self._pending_takes = 0
+        self._partial: _Partial | None = None
+        self._partial_ends = False
         self._thread = threading.Thread(target=self._run, name="evenroute-agent", daemon=True)
 
     def start(self) -> None:
@@ -110,6 +136,9 @@ class AgentThread:
             os.eventfd_read(self._wake)
         while self._takes:
             self._add_take(self._takes.popleft())
+        if self._partial_ends:
+            self._partial_ends = False
+            self._end_partial()
         if self._link is None:
             with self.lock:
                 self.core.tick(time.monotonic())  # nobody hears it, but its clock goes on
@@ -125,6 +154,8 @@ class AgentThread:
         with self.lock:
             out = self.core.tick(time.monotonic())
         self._send(out)
+        for report in self.recorder.due(time.monotonic()):
+            self._link.send(CONTROL_TAG, encode_control(report))
 
     def _watch_silence(self, link: DealerLink) -> None:
         """A frozen rebalancer keeps its connections; another one at its address is only found by a new one."""
@@ -140,16 +171,43 @@ class AgentThread:
     def _add_take(self, take: Take) -> None:
         try:
             take.buffer.wait()
-            with self.lock:
-                out = self.core.add_counts(
-                    take.first_step, take.last_step, take.tokens, take.buffer.counts, time.monotonic()
-                )
+            if take.session is not None:
+                take.session.counts(take.first_step, take.last_step, take.tokens, take.buffer.counts)
+            if self._partial is not None or not take.ends_window:
+                self._add_partial(take)
+            else:
+                self._add_counts(take.first_step, take.last_step, take.tokens, take.buffer.counts)
         finally:
             take.release(take.buffer)
+        if take.ends_window:
+            self._end_partial()
+
+    def _add_partial(self, take: Take) -> None:
+        found = self._partial
+        if found is None:
+            counts = take.buffer.counts.copy()
+            self._partial = _Partial(take.first_step, take.last_step, take.tokens, counts)
+            return
+        found.counts += take.buffer.counts
+        found.last_step = take.last_step
+        found.tokens += take.tokens  # last: what `partial_tokens` tells is counted
+
+    def _end_partial(self) -> None:
+        found = self._partial
+        if found is not None:
+            self._add_counts(found.first_step, found.last_step, found.tokens, found.counts)
+            self._partial = None
+
+    def _add_counts(self, first_step: int, last_step: int, tokens: int, counts: NDArray[np.int64]) -> None:
+        with self.lock:
+            out = self.core.add_counts(first_step, last_step, tokens, counts, time.monotonic())
         self._send(out)
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
+            if len(frames) == 2 and frames[0] == CONTROL_TAG:
+                self.recorder.order(decode_order(frames[1]), self.core.fence)
+                return
             if len(frames) != 1:
                 raise MessageError(f"frames: {len(frames)} found, expected 1")
             prepared = self.core.prepare(decode_down(frames[0]))
@@ -169,19 +227,28 @@ class AgentThread:
 
     # ---------------------------------------------------------------------------------------- close
 
+    def partial(self) -> tuple[int, tuple[int, int] | None]:
+        """Tokens and steps of a window that is taken pass by pass and not handed to the stream yet."""
+        found = self._partial
+        return (0, None) if found is None else (found.tokens, (found.first_step, found.last_step))
+
     def drained(self) -> bool:
         """Whether everything counted is known to be stored."""
         with self.lock:
             unsent = self.core.unsent()
-        return not self._takes and unsent.in_flight_steps is None and unsent.open_steps is None
+        empty = not self._takes and self._partial is None
+        return empty and unsent.in_flight_steps is None and unsent.open_steps is None
 
     def close(self, limit_s: float) -> bool:
         """Wait up to `limit_s` for what is unsent, then stop and close the socket; False if something is unsent."""
         deadline = time.monotonic() + limit_s
+        self._partial_ends = True
+        self.wake()
         while self._thread.is_alive() and not self.drained() and time.monotonic() < deadline:
             time.sleep(0.01)
         done = self.drained()
-        self._stopping = True
+        self.recorder.close(max(1.0, limit_s))
+        self._stopping = True  # after one more turn, which reports what was recorded
         self.wake()
         self._thread.join(2.0)
         if not self._thread.is_alive():

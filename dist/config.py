@@ -149,6 +149,7 @@ class AgentConfig:
 
     `rebalancer` "" = no rebalancer: the start placement stays. `window_steps`: counts are taken every so many steps.
     `top_k`: routed experts a token (counts are checked against it). `shared_counts`: `tokens="shared"`, rank 0 reports.
+    `record_dir`: where this rank writes recordings of passes (`evenroute record start --mode per_pass | per_token`).
     """
 
     rebalancer: str = ""
@@ -165,8 +166,14 @@ class AgentConfig:
     require_rebalancer: bool = False
     vote_limit_s: float = 60.0  # a rank that does not post its vote for so long ends the job
     close_limit_s: float = 3.0
+    record_dir: str = ""  # an existing folder; "" = recordings of passes are refused
+    record_buffer_bytes: int = 64 * 1024 * 1024  # host memory of a recording (pinned beside a GPU)
+    record_part_bytes: int = 64 * 1024 * 1024  # a file is finished at this size and another one begun
+    record_max_bytes: int = 8 * 1024 * 1024 * 1024  # all recordings of this rank in record_dir together
 
     def __post_init__(self) -> None:
+        for name in ("record_buffer_bytes", "record_part_bytes", "record_max_bytes"):
+            _require("agent", name, getattr(self, name), getattr(self, name) >= 65536, "at least 65536")
         for name in ("top_k", "window_steps", "agree_every"):
             _require("agent", name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         for name in (

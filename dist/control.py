@@ -1,7 +1,10 @@
 """What operators and viewers say to the rebalancer, and its answers: the same socket as the ranks', another tag.
 
 Roles: a viewer may ask for the status and read recordings; an operator may also start and stop recordings; a rank may
-do neither. On an address without keys every local peer may do all.
+only report on its recording of passes. On an address without keys every local peer may do all.
+
+Versions: every request carries `CONTROL_PROTOCOL`; one of another version is answered by `Refused`, which no version
+changes, with both numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +15,15 @@ import msgspec
 from msgspec import Meta, Struct
 
 from evenroute.dist.keys import LOCAL_ROLE
-from evenroute.dist.messages import PROTOCOL_VERSION, MessageError
+from evenroute.dist.messages import MessageError
+from evenroute.dist.pass_messages import (
+    CONTROL_PROTOCOL,
+    OPTIONAL_NAME,
+    RankState,
+    RecordMode,
+    RecordOrder,
+    RecordReport,
+)
 
 CONTROL_LIMIT_BYTES = 64 * 1024
 ANSWER_LIMIT_BYTES = 32 * 1024 * 1024
@@ -21,20 +32,25 @@ ANSWER_LIMIT_BYTES = 32 * 1024 * 1024
 class StatusRequest(Struct, frozen=True, tag="status", forbid_unknown_fields=True):
     """How are you?"""
 
-    protocol: int = PROTOCOL_VERSION
+    protocol: int = CONTROL_PROTOCOL
 
 
 class RecordStart(Struct, frozen=True, tag="record-start", forbid_unknown_fields=True):
-    """Keep single windows from now on; `per_rank`: each rank's windows as well."""
+    """Keep single windows from now on; `per_rank`: each rank's windows as well.
+
+    Modes per_pass and per_token also have every rank write its own files, called `name` ("" = the time in UTC).
+    """
 
     per_rank: bool = False
-    protocol: int = PROTOCOL_VERSION
+    mode: RecordMode = "stat"
+    name: Annotated[str, Meta(pattern=OPTIONAL_NAME)] = ""
+    protocol: int = CONTROL_PROTOCOL
 
 
 class RecordStop(Struct, frozen=True, tag="record-stop", forbid_unknown_fields=True):
     """End the recording; it can still be dumped."""
 
-    protocol: int = PROTOCOL_VERSION
+    protocol: int = CONTROL_PROTOCOL
 
 
 class RecordRead(Struct, frozen=True, tag="record-read", forbid_unknown_fields=True):
@@ -42,18 +58,34 @@ class RecordRead(Struct, frozen=True, tag="record-read", forbid_unknown_fields=T
 
     offset: Annotated[int, Meta(ge=0, lt=2**62)] = 0
     rank: Annotated[int, Meta(ge=0, lt=65536)] | None = None
-    protocol: int = PROTOCOL_VERSION
+    protocol: int = CONTROL_PROTOCOL
 
 
-Request: TypeAlias = StatusRequest | RecordStart | RecordStop | RecordRead
+Request: TypeAlias = StatusRequest | RecordStart | RecordStop | RecordRead | RecordReport
 
 ALLOWED: dict[type, frozenset[str]] = {
     StatusRequest: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     RecordRead: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     RecordStart: frozenset({LOCAL_ROLE, "operator"}),
     RecordStop: frozenset({LOCAL_ROLE, "operator"}),
+    RecordReport: frozenset({LOCAL_ROLE, "rank"}),
 }
 RANK_ROLES = frozenset({LOCAL_ROLE, "rank"})
+
+
+class RankRecording(Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank's part in a recording of passes, as it last reported; see `RecordReport`."""
+
+    state: RankState
+    passes: int
+    tokens: int
+    num_bytes: int
+    dropped: int
+    merged: int
+    files: int
+    reason: str
+    host: str
+    path: str
 
 
 class RankStatus(Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,6 +102,7 @@ class RankStatus(Struct, frozen=True, forbid_unknown_fields=True):
     last_step: int | None = None
     tokens: int = 0
     behind: bool = False
+    recording: RankRecording | None = None
 
 
 class Status(Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,6 +143,9 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True):
     lag_s: float
     recording: bool
     recording_per_rank: bool
+    recording_mode: str = ""  # of the recording that runs or can be dumped, "" = none
+    recording_name: str = ""
+    shared_counts: bool = False  # all ranks see the same tokens: rank 0 counts and records for all
 
     @property
     def healthy(self) -> bool:
@@ -161,11 +197,23 @@ class Refused(Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
     reason: str
 
 
-Answer: TypeAlias = StatusAnswer | Recorded | Done | Refused
+Answer: TypeAlias = StatusAnswer | Recorded | Done | Refused | RecordOrder
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_orders: msgspec.msgpack.Decoder[RecordOrder] = msgspec.msgpack.Decoder(RecordOrder)
+
+
+class _Versioned(Struct):
+    protocol: int
+
+
+_versions = msgspec.msgpack.Decoder(_Versioned)
+
+
+class ForeignVersionError(MessageError):
+    """The sender speaks another version of the control messages."""
 
 
 def encode_control(message: Request | Answer) -> bytes:
@@ -174,16 +222,29 @@ def encode_control(message: Request | Answer) -> bytes:
 
 
 def decode_request(frame: bytes | memoryview) -> Request:
-    """A request; MessageError in one line when it is none."""
+    """A request; MessageError in one line when it is none, ForeignVersionError when it is one of another version."""
     if len(frame) > CONTROL_LIMIT_BYTES:
         raise MessageError(f"control frame: found {len(frame)} bytes, allowed at most {CONTROL_LIMIT_BYTES}")
     try:
         request = _requests.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MessageError(f"control frame: {str(error)[:200]}") from None
-    if request.protocol != PROTOCOL_VERSION:
-        raise MessageError(f"protocol: found {request.protocol}, expected {PROTOCOL_VERSION}")
+        _check_version(frame)
+        raise MessageError(f"control frame: {_line(error)}") from None
+    _check_protocol(request.protocol)
     return request
+
+
+def decode_order(frame: bytes | memoryview) -> RecordOrder:
+    """The rebalancer's order to a rank; MessageError in one line when it is none."""
+    if len(frame) > CONTROL_LIMIT_BYTES:
+        raise MessageError(f"order: found {len(frame)} bytes, allowed at most {CONTROL_LIMIT_BYTES}")
+    try:
+        order = _orders.decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        _check_version(frame)
+        raise MessageError(f"order: {_line(error)}") from None
+    _check_protocol(order.protocol)
+    return order
 
 
 def decode_answer(frame: bytes | memoryview) -> Answer:
@@ -191,4 +252,24 @@ def decode_answer(frame: bytes | memoryview) -> Answer:
     try:
         return _answers.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MessageError(f"answer of the rebalancer: {str(error)[:200]}") from None
+        raise MessageError(
+            f"answer of the rebalancer: {_line(error)}; is it of another evenroute version than this command?"
+        ) from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _check_version(frame: bytes | memoryview) -> None:
+    """A frame of another version may fail on its fields; then the version is what to report."""
+    try:
+        version = _versions.decode(frame).protocol
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return
+    _check_protocol(version)
+
+
+def _check_protocol(version: int) -> None:
+    if version != CONTROL_PROTOCOL:
+        raise ForeignVersionError(f"control protocol: found {version}, expected {CONTROL_PROTOCOL}")

@@ -1,16 +1,18 @@
-"""Answers operators and viewers: who may ask for what, and what is done."""
+"""Answers operators and viewers: who may ask for what, and what is done. Orders ranks to record, and hears them."""
 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from evenroute.dist.control import (
     ALLOWED,
     Answer,
     Done,
+    ForeignVersionError,
     RecordRead,
     RecordStart,
     RecordStop,
@@ -20,19 +22,27 @@ from evenroute.dist.control import (
     StatusAnswer,
     StatusRequest,
     decode_request,
+    encode_control,
 )
 from evenroute.dist.keys import LOCAL_ROLE
 from evenroute.dist.limited_log import LimitedLog
 from evenroute.dist.messages import MessageError
-from evenroute.dist.rebalancer_core import RebalancerCore
+from evenroute.dist.pass_messages import RecordReport
+from evenroute.dist.pass_orders import PassOrders
+from evenroute.dist.rebalancer_core import Phase, RebalancerCore
 from evenroute.dist.recording import Recorder
 from evenroute.eplb.store import StoreError
 
 logger = logging.getLogger("evenroute.dist.rebalancer")
 
+_ORDERS_EVERY_S = 0.1
+
 
 class ControlService:
-    """Requests in, answers out; `rejected` counts what was refused by kind (shared with the rebalancer)."""
+    """Requests in, answers out; `rejected` counts what was refused by kind (shared with the rebalancer).
+
+    `passes` keeps what the ranks reported of a recording of passes.
+    """
 
     def __init__(
         self,
@@ -47,11 +57,17 @@ class ControlService:
         self._build_status = build_status
         self._rejected = rejected
         self._log = log
+        self._ordered_at = float("-inf")
+        self.passes = PassOrders()
 
     def answer(self, frame: bytes | memoryview, role: str, now: float) -> Answer | None:
         """The answer to a request frame; None for a frame that is no request."""
         try:
             return self._answer(decode_request(frame), role, now)
+        except ForeignVersionError as error:
+            self._rejected["decode"] += 1
+            self._log.tell(logging.WARNING, "version", f"refused: {error}")
+            return Refused(f"{error}; use the evenroute version that the rebalancer runs")
         except MessageError as error:
             self._rejected["decode"] += 1
             self._log.tell(logging.WARNING, "decode", f"refused: {error}")
@@ -59,7 +75,22 @@ class ControlService:
         except StoreError as error:
             return Refused(str(error))
 
-    def _answer(self, request: Request, role: str, now: float) -> Answer:
+    def orders(self, now: float) -> Iterator[tuple[object, bytes]]:
+        """(peer, frame) of what ranks have to be told now about a recording of passes."""
+        core = self._core
+        if core.phase is not Phase.SERVING or core.view is None or now - self._ordered_at < _ORDERS_EVERY_S:
+            return
+        self._ordered_at = now
+        if self._recorder.end_with_run(core.view.run, epoch=core.epoch, now=time.time()):
+            core.keep_rank_detail = False
+            logger.info("recording ended: the job that it was of has ended")
+        encoded: tuple[object, bytes] = (None, b"")
+        for peer, order in self.passes.due(self._recorder.passes(), core.view, core.epoch, now):
+            if encoded[0] is not order:
+                encoded = (order, encode_control(order))
+            yield peer, encoded[1]
+
+    def _answer(self, request: Request, role: str, now: float) -> Answer | None:
         if role not in ALLOWED[type(request)]:
             self._rejected["role"] += 1
             needed = " or ".join(sorted(ALLOWED[type(request)] - {LOCAL_ROLE}))
@@ -69,10 +100,16 @@ class ControlService:
                 return StatusAnswer(self._build_status(now))
             case RecordRead():
                 return self._recorder.read(request)
-            case RecordStart(per_rank=per_rank):
+            case RecordReport():
+                return self.passes.take(request, self._recorder.passes(), self._core.view, self._core.epoch)
+            case RecordStart():
                 run = 0 if self._core.view is None else self._core.view.run
                 done = self._recorder.start(
-                    run=run, per_rank=per_rank, epoch=self._core.epoch, now=time.time()
+                    request,
+                    run=run,
+                    recording=secrets.randbits(62) or 1,
+                    epoch=self._core.epoch,
+                    now=time.time(),
                 )
             case RecordStop():
                 done = self._recorder.stop(epoch=self._core.epoch, now=time.time())

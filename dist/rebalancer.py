@@ -267,6 +267,10 @@ class Rebalancer:
     def _tick(self, now: float) -> None:
         self._send(self.core.tick(now))
         self._send(self.plans.turn(now))
+        assert self._link is not None
+        for peer, frame in self._control.orders(now):
+            assert isinstance(peer, bytes)
+            self._link.send(peer, frame, control=True)
 
     def _send(self, out: Sequence[Outgoing]) -> None:
         assert self._link is not None
@@ -318,7 +322,8 @@ class Rebalancer:
             lag_s=self._lag_s,
             extra_counters=extra,
             rank_states=rank_states,
-            recording=(self.recorder.active, self.recorder.per_rank),
+            recorder=self.recorder,
+            rank_recordings=self._control.passes.of_ranks(self.recorder.passes()),
         )
 
     # ---------------------------------------------------------------------------------- housekeeping

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from evenroute.dist.config import RebalancerConfig
-from evenroute.dist.control import RankStatus, Status
+from evenroute.dist.control import RankRecording, RankStatus, Status
 from evenroute.dist.messages import NO_KEY
 from evenroute.dist.plan_cycle import PlanCycle
 from evenroute.dist.rebalancer_core import Phase, RebalancerCore
+from evenroute.dist.recording import Recorder
 from evenroute.eplb.store import RankState
 
 _STORE_ERROR_TELLS_S = 60.0
@@ -36,11 +37,12 @@ class StatusBuilder:
         lag_s: float,
         extra_counters: Mapping[str, int],
         rank_states: Callable[[int], list[RankState]],
-        recording: tuple[bool, bool],
+        recorder: Recorder,
+        rank_recordings: Mapping[int, RankRecording],
     ) -> Status:
         """The status of this moment."""
         core, plans, planner = self._core, self._plans, self._config.planner
-        ranks = self._ranks(now, rank_states)
+        ranks = self._ranks(now, rank_states, rank_recordings)
         newest = core.newest.key if core.newest is not None else NO_KEY
         live_lowest, live_highest = core.view.live_range() if core.view is not None else (NO_KEY, NO_KEY)
         job = core.job
@@ -79,11 +81,19 @@ class StatusBuilder:
             balancedness_predicted=plans.predicted,
             counters={name: value for name, value in counters.items() if isinstance(value, int)},
             lag_s=lag_s,
-            recording=recording[0],
-            recording_per_rank=recording[1],
+            recording=recorder.active,
+            recording_per_rank=recorder.per_rank,
+            recording_mode=recorder.mode,
+            recording_name=recorder.name,
+            shared_counts=job is not None and job.shared_counts,
         )
 
-    def _ranks(self, now: float, rank_states: Callable[[int], list[RankState]]) -> list[RankStatus]:
+    def _ranks(
+        self,
+        now: float,
+        rank_states: Callable[[int], list[RankState]],
+        recordings: Mapping[int, RankRecording],
+    ) -> list[RankStatus]:
         core = self._core
         if core.view is None:
             return []
@@ -105,6 +115,7 @@ class StatusBuilder:
                     last_step=None if state is None else state.last_step,
                     tokens=0 if state is None else state.tokens,
                     behind=view is None or view.held < newest,
+                    recording=recordings.get(number),
                 )
             )
         return found

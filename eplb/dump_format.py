@@ -9,7 +9,8 @@ off; a frame that fails its checksum was damaged; neither is ever shown as count
 (`u32 length, msgpack`), followed by raw arrays.
 
 Modes: `stat` (window totals), `per_pass` (a window per forward pass), `per_token` (the ids of each token too).
-Scope says whether the counts are one rank's part or the whole job's.
+Scope says whether the counts are one rank's part or the whole job's. A long recording is several files, its parts.
+Format version 2 has parts and positions; files without them say 1.
 """
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ KINDS = (HEADER, WINDOW, PLACEMENT, TOKENS, END)
 Mode = Literal["stat", "per_pass", "per_token"]
 Scope = Literal["job", "rank"]
 MODES: tuple[Mode, ...] = ("stat", "per_pass", "per_token")
+VERSIONS = (1, 2)
 
 
-class DumpHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a dump is about; `rank` is set exactly when `scope` is "rank"."""
+class DumpHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What a dump is about; `rank` is set exactly when `scope` is "rank".
+
+    `recording` names what the files of one recording have in common, `part` counts one rank's files from 1 on.
+    """
 
     num_layers: int
     num_logical_experts: int
@@ -54,11 +59,15 @@ class DumpHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     layer_ids: list[int] | None = None
     notes: list[str] = []
     format_version: int = 1
+    recording: str = ""
+    part: int = 1
 
     def __post_init__(self) -> None:
-        if self.format_version != 1:
-            raise ValueError(f"format version {self.format_version} found, expected 1")
-        for name in ("num_layers", "num_logical_experts"):
+        if self.format_version not in VERSIONS:
+            raise ValueError(
+                f"format version {self.format_version} found, expected {' or '.join(map(str, VERSIONS))}"
+            )
+        for name in ("num_layers", "num_logical_experts", "part"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, found {getattr(self, name)}")
         if (self.scope == "rank") != (self.rank is not None):
@@ -100,8 +109,8 @@ class PlacementMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
 
 class TokensMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Ids of one pass on one rank before ``[L, T, K]`` logical ids of `dtype` (-1 = padding) and, if
-    `has_token_ids`, the ``[T]`` int32 vocabulary ids."""
+    """Ids of one pass on one rank before ``[L, T, K]`` logical ids of `dtype` (-1 = padding or not recorded), the
+    ``[T]`` int32 vocabulary ids if `has_token_ids`, and the ``[T]`` int32 positions if `has_positions`."""
 
     step: int
     rank: int
@@ -109,6 +118,7 @@ class TokensMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     top_k: int
     dtype: str = "<i2"
     has_token_ids: bool = False
+    has_positions: bool = False
 
 
 class EndMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -121,22 +131,30 @@ class EndMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     notes: list[str] = []
 
 
-def frame_bytes(kind: int, meta: msgspec.Struct, *arrays: NDArray[Any]) -> bytes:
-    """One frame, ready to be written."""
+Buffer = bytes | memoryview
+
+
+def frame_parts(kind: int, meta: msgspec.Struct, *arrays: NDArray[Any]) -> list[Buffer]:
+    """One frame as buffers to be written one after the other; large arrays are not copied."""
     head = msgspec.msgpack.encode(meta)
-    payload = b"".join([len(head).to_bytes(4, "little"), head, *(array.tobytes() for array in arrays)])
-    if len(payload) > MAX_PAYLOAD:
-        raise ValueError(f"dump: a frame of {len(payload)} bytes, the limit is {MAX_PAYLOAD}")
-    return FRAME.pack(kind, _crc(kind, payload), len(payload)) + payload
+    parts: list[Buffer] = [len(head).to_bytes(4, "little") + head]
+    parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays if array.size]
+    length = sum(len(part) for part in parts)
+    if length > MAX_PAYLOAD:
+        raise ValueError(f"dump: a frame of {length} bytes, the limit is {MAX_PAYLOAD}")
+    return [FRAME.pack(kind, _crc(kind, length, *parts), length), *parts]
 
 
-def _crc(kind: int, payload: bytes | memoryview) -> int:
-    return zlib.crc32(payload, zlib.crc32(struct.pack("<BQ", kind, len(payload))))
+def _crc(kind: int, length: int, *parts: Buffer) -> int:
+    crc = zlib.crc32(struct.pack("<BQ", kind, length))
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return crc
 
 
 def checked_payload(kind: int, crc: int, payload: bytes) -> memoryview:
     """The payload if its checksum holds; ValueError otherwise."""
-    if kind not in KINDS or _crc(kind, payload) != crc:
+    if kind not in KINDS or _crc(kind, len(payload), payload) != crc:
         raise ValueError("a frame fails its checksum")
     return memoryview(payload)
 

@@ -36,12 +36,16 @@ from evenroute.eplb.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class TokenFrame:
-    """Logical ids ``[L, T, K]`` of one pass on one rank (-1 = padding); vocabulary ids ``[T]`` if recorded."""
+    """Logical ids ``[L, T, K]`` of one pass on one rank (-1 = padding or not recorded); row t is the rank's t-th.
+
+    Vocabulary ids and positions ``[T]`` if recorded.
+    """
 
     step: int
     rank: int
     ids: NDArray[Any]
     token_ids: NDArray[np.int32] | None
+    positions: NDArray[np.int32] | None = None
 
 
 class DumpReader:
@@ -161,14 +165,16 @@ class DumpReader:
                 meta = msgspec.msgpack.decode(head, type=TokensMeta)
                 count = self.header.num_layers * meta.num_tokens * meta.top_k
                 ids = np.frombuffer(raw, dtype=meta.dtype, count=count)
-                rest = raw[ids.nbytes :]
-                tokens = np.frombuffer(rest, dtype="<i4") if meta.has_token_ids else None
-                if tokens is not None and len(tokens) != meta.num_tokens:
-                    raise ValueError("token ids do not fit")
+                kinds = [meta.has_token_ids, meta.has_positions]
+                rest = np.frombuffer(raw[ids.nbytes :], dtype="<i4")
+                if len(rest) != meta.num_tokens * sum(kinds):
+                    raise ValueError("token ids or positions do not fit")
+                rows = iter(rest.reshape(sum(kinds), meta.num_tokens))
+                tokens, positions = (next(rows) if kind else None for kind in kinds)
                 ids = ids.reshape(self.header.num_layers, meta.num_tokens, meta.top_k)
             except (ValueError, TypeError, msgspec.DecodeError) as error:
                 raise self._named(error) from None
-            yield TokenFrame(meta.step, meta.rank, ids, tokens)
+            yield TokenFrame(meta.step, meta.rank, ids, tokens, positions)
 
     def placements(self) -> list[PlacementEvent]:
         """Placements in the order written; reads their frames only."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,12 +22,13 @@ from evenroute.eplb.dump_format import (
     TAIL,
     TOKENS,
     WINDOW,
+    Buffer,
     DumpHeader,
     EndMeta,
     PlacementMeta,
     TokensMeta,
     WindowMeta,
-    frame_bytes,
+    frame_parts,
     narrow,
 )
 from evenroute.eplb.foreign_source import PlacementEvent, Window
@@ -56,21 +58,22 @@ class DumpWriter:
         _remove_orphans(self.path)
         self._file: BinaryIO | None = self._partial.open("wb")
         self._write(MAGIC)
-        self._frame(frame_bytes(HEADER, header))
+        self._frame(HEADER, header)
 
     @property
     def num_bytes(self) -> int:
         """Bytes written so far."""
         return self._offset
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: Buffer) -> None:
         if self._file is None:
             raise ValueError(f"{self.path}: the dump is closed")
         self._file.write(data)
         self._offset += len(data)
 
-    def _frame(self, data: bytes) -> None:
-        self._write(data)
+    def _frame(self, kind: int, meta: msgspec.Struct, *arrays: NDArray[Any]) -> None:
+        for part in frame_parts(kind, meta, *arrays):
+            self._write(part)
         self._frames += 1
 
     def add_window(self, window: Window) -> None:
@@ -88,7 +91,7 @@ class DumpWriter:
             complete=window.complete,
             label=window.label,
         )
-        self._frame(frame_bytes(WINDOW, meta, counts))
+        self._frame(WINDOW, meta, counts)
         self.num_windows += 1
 
     def add_placement(self, event: PlacementEvent) -> None:
@@ -117,12 +120,20 @@ class DumpWriter:
         if placement.shares is not None:
             arrays.append(placement.shares.astype("<u2"))
         self._placements.append(self._offset)
-        self._frame(frame_bytes(PLACEMENT, meta, *arrays))
+        self._frame(PLACEMENT, meta, *arrays)
 
     def add_tokens(
-        self, step: int, rank: int, ids: NDArray[Any], token_ids: NDArray[Any] | None = None
+        self,
+        step: int,
+        rank: int,
+        ids: NDArray[Any],
+        token_ids: NDArray[Any] | None = None,
+        positions: NDArray[Any] | None = None,
     ) -> None:
-        """Append the logical ids ``[L, T, K]`` of one pass on one rank (-1 = padding); only in mode per_token."""
+        """Append the logical ids ``[L, T, K]`` of one pass on one rank (-1 = padding); only in mode per_token.
+
+        Vocabulary ids and positions are ``[T]``; positions need a header of format version 2.
+        """
         if self.header.mode != "per_token":
             raise ValueError(f"ids of tokens belong in mode per_token, this dump is {self.header.mode}")
         if ids.ndim != 3 or ids.shape[0] != self.header.num_layers:
@@ -130,13 +141,18 @@ class DumpWriter:
         if ids.size and (int(ids.min()) < -1 or int(ids.max()) >= self.header.num_logical_experts):
             raise ValueError(f"ids lie in [{ids.min()}, {ids.max()}], expected logical experts or -1")
         dtype = "<i2" if self.header.num_logical_experts <= 1 << 15 else "<i4"
-        meta = TokensMeta(step, rank, ids.shape[1], ids.shape[2], dtype, token_ids is not None)
+        if positions is not None and self.header.format_version < 2:
+            raise ValueError(f"positions need format version 2, this dump has {self.header.format_version}")
+        meta = TokensMeta(
+            step, rank, ids.shape[1], ids.shape[2], dtype, token_ids is not None, positions is not None
+        )
         arrays = [np.ascontiguousarray(ids, dtype=dtype)]
-        if token_ids is not None:
-            if token_ids.shape != (ids.shape[1],):
-                raise ValueError(f"token_ids have shape {list(token_ids.shape)}, expected [{ids.shape[1]}]")
-            arrays.append(np.ascontiguousarray(token_ids, dtype="<i4"))
-        self._frame(frame_bytes(TOKENS, meta, *arrays))
+        for name, values in (("token_ids", token_ids), ("positions", positions)):
+            if values is not None:
+                if values.shape != (ids.shape[1],):
+                    raise ValueError(f"{name} have shape {list(values.shape)}, expected [{ids.shape[1]}]")
+                arrays.append(np.ascontiguousarray(values, dtype="<i4"))
+        self._frame(TOKENS, meta, *arrays)
         self.num_token_frames += 1
 
     def add_note(self, note: str) -> None:
@@ -155,7 +171,7 @@ class DumpWriter:
         end = EndMeta(
             self._frames + 1, self.num_windows, self.num_token_frames, self._placements, self._notes
         )
-        self._frame(frame_bytes(END, end))
+        self._frame(END, end)
         self._write(TAIL.pack(start, END_MAGIC))
         self._file.flush()
         os.fsync(self._file.fileno())

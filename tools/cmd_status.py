@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from evenroute.tools.errors import one_line_errors
+from evenroute.tools.report_words import one_line
 
 if TYPE_CHECKING:
-    from evenroute.dist.control import Status
+    from evenroute.dist.control import RankStatus, Status
 
 DEGRADED = 1
 
@@ -55,9 +57,9 @@ def status_lines(status: Status) -> list[str]:
     count = status.counters
     lines = [
         f"{'healthy' if status.healthy else 'DEGRADED'}, {status.state}, up {status.uptime_s:.0f} s, pid {status.pid}, "
-        f"epoch {status.epoch:x}, store {status.store}"
+        f"epoch {status.epoch:x}, store {one_line(status.store)}"
     ]
-    lines += [f"  ! {reason}" for reason in status.degraded]
+    lines += [f"  ! {one_line(reason)}" for reason in status.degraded]
     if not status.ep_size:
         return [*lines, "job        none heard yet"]
     errors = sum(status.plan_errors.values())
@@ -67,8 +69,8 @@ def status_lines(status: Status) -> list[str]:
     if status.live_lowest != status.live_highest:
         live += f" .. {_key(status.live_highest)} (switching)"
     lines += [
-        f"job        {status.model or 'unnamed'}: {status.num_layers} layers, {status.num_logical_experts} experts in "
-        f"{status.num_slots} slots, {status.ep_size} ranks, run {status.run:x}",
+        f"job        {one_line(status.model) or 'unnamed'}: {status.num_layers} layers, "
+        f"{status.num_logical_experts} experts in {status.num_slots} slots, {status.ep_size} ranks, run {status.run:x}",
         f"ranks      {len(heard)}/{status.ep_size} heard, the quietest {silence:.1f} s ago",
         f"version    newest {_key(status.newest)}, in use {live}",
         f"planner    {status.plans_succeeded} plans, {errors} errors {status.plan_errors or ''}, next in "
@@ -78,12 +80,39 @@ def status_lines(status: Status) -> list[str]:
         f"{_share(status.balancedness_predicted)}",
         f"windows    {count.get('windows_stored', 0)} stored, {count.get('windows_duplicate', 0)} duplicate, "
         f"{count.get('windows_missing', 0)} missing, {count.get('windows_rejected', 0)} rejected",
-        f"recording  {'on' + (' per rank' if status.recording_per_rank else '') if status.recording else 'off'}",
+        f"recording  {recording_text(status)}",
     ]
     if status.last_plan_error:
-        lines.append(f"last error {status.last_plan_error}")
+        lines.append(f"last error {one_line(status.last_plan_error)}")
     lines += _rank_lines(status)
     return lines
+
+
+def recording_text(status: Status) -> str:
+    """Whether a recording runs, its mode, and how it goes on the ranks."""
+    text = "on" if status.recording else "off"
+    if status.recording and status.recording_per_rank:
+        text += " per rank"
+    if status.recording_mode in ("", "stat"):
+        return text
+    kept = [rank.recording for rank in status.ranks if rank.recording is not None]
+    states = Counter(part.state for part in kept)
+    what = ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "no rank reported yet"
+    last = "" if status.recording else "the last was "
+    text += f", {last}{status.recording_mode} {one_line(status.recording_name)}: ranks {what}"
+    text += f"; {sum(part.passes for part in kept):,} passes, {sum(part.num_bytes for part in kept):,} bytes"
+    dropped = sum(part.dropped for part in kept)
+    return text + (f", {dropped:,} passes dropped" if dropped else "")
+
+
+def _recorded(rank: RankStatus) -> str:
+    """What a rank's part in a recording of passes has come to; empty without one."""
+    kept = rank.recording
+    if kept is None:
+        return ""
+    text = f", {kept.state}: {kept.passes:,} passes"
+    text += f", {kept.dropped:,} dropped" if kept.dropped else ""
+    return text + (f" ({one_line(kept.reason)})" if kept.reason else "")
 
 
 def _rank_lines(status: Status) -> list[str]:
@@ -91,7 +120,7 @@ def _rank_lines(status: Status) -> list[str]:
     lines = []
     for rank in status.ranks:
         if len(status.ranks) > 16 and not (
-            rank.behind or rank.missing_windows or (rank.heard_s_ago or 99.0) > 5.0
+            rank.behind or rank.missing_windows or (rank.heard_s_ago or 99.0) > 5.0 or _odd(rank)
         ):
             continue
         seen = "never heard" if rank.heard_s_ago is None else f"heard {rank.heard_s_ago:.1f} s ago"
@@ -101,5 +130,11 @@ def _rank_lines(status: Status) -> list[str]:
             data += f", {rank.missing_windows} missing" if rank.missing_windows else ", none missing"
         lines.append(
             f"  rank {rank.rank}: {seen}, holds {_key(rank.held)}{' (behind)' if rank.behind else ''}, {data}"
+            f"{_recorded(rank)}"
         )
     return lines
+
+
+def _odd(rank: RankStatus) -> bool:
+    kept = rank.recording
+    return kept is not None and bool(kept.dropped or kept.reason)

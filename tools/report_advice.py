@@ -7,7 +7,8 @@ from typing import Any
 from rich.text import Text
 
 from evenroute.tools.load_inputs import ExpertSize
-from evenroute.tools.report_text import console, count, number, pairs, short
+from evenroute.tools.report_text import console, count, number, pairs
+from evenroute.tools.report_words import plural, short
 
 STYLES = {"recommend": "bold green", "not now": "bold yellow", "not enough evidence": "bold magenta"}
 
@@ -85,11 +86,6 @@ def _ageing(facts: dict[str, Any]) -> str:
         else:
             text += f"half of the gain is lost after {lasts}" + (f" ({duration(seconds)})" if seconds else "")
     return text + ("" if other is None else f"; under another file's plan {other:.4f}")
-
-
-def plural(number: int, word: str, ending: str = "s") -> str:
-    """ "1 file", "12 files"."""
-    return f"{number:,} {word}{'' if number == 1 else ending}"
 
 
 def duration(seconds: float) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 from rich.text import Text
 
 from evenroute.tools.load_inputs import ExpertSize
-from evenroute.tools.report_text import console, number, plain_table, short, sparkline
+from evenroute.tools.report_text import console, number, plain_table, sparkline
+from evenroute.tools.report_words import short
 
 
 def show(

@@ -10,6 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from evenroute.tools.report_words import short
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 NO_DATA = "no data"
 
@@ -22,15 +24,6 @@ def number(value: float | None) -> str:
 def count(value: float | None) -> str:
     """A count with thin separators; "not known" for None."""
     return "not known" if value is None else f"{value:,.0f}"
-
-
-def short(value: float) -> str:
-    """Three digits and a unit: 12.8 G."""
-    power = 0
-    while value >= 999.5 and power < 5:
-        value /= 1000
-        power += 1
-    return f"{value:.3g}{['', ' k', ' M', ' G', ' T', ' P'][power]}"
 
 
 def clock(seconds: float | None) -> str:

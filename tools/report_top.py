@@ -12,7 +12,8 @@ from rich.text import Text
 
 from evenroute.dist.control import RankStatus, Status
 from evenroute.tools.report_advice import duration
-from evenroute.tools.report_text import BLOCKS, number, short, sparkline
+from evenroute.tools.report_text import BLOCKS, number, sparkline
+from evenroute.tools.report_words import one_line, short
 
 HISTORY = 240
 DECISIONS = 8
@@ -83,8 +84,10 @@ class Screen:
             line.append("healthy ", style="bold green")
         else:
             line.append("DEGRADED ", style="bold red")
-        line.append(f"{status.state}, up {duration(status.uptime_s)}, {status.address}, run {status.run:x}")
-        reasons = [Text(f"  ! {reason}", style="red") for reason in status.degraded]
+        line.append(
+            f"{status.state}, up {duration(status.uptime_s)}, {one_line(status.address)}, run {status.run:x}"
+        )
+        reasons = [Text(f"  ! {one_line(reason)}", style="red") for reason in status.degraded]
         return Group(line, *reasons)
 
     def _figures(self, status: Status, width: int) -> Table:
@@ -103,8 +106,8 @@ class Screen:
             plan += f", last took {status.plan_seconds:.2f} s"
         grid.add_row(
             "job",
-            f"{status.model or 'unnamed'}: {status.num_layers} layers x {status.num_logical_experts} experts, "
-            f"{status.num_slots} slots on {status.ep_size} ranks",
+            f"{one_line(status.model) or 'unnamed'}: {status.num_layers} layers x "
+            f"{status.num_logical_experts} experts, {status.num_slots} slots on {status.ep_size} ranks",
         )
         grid.add_row("version", f"newest {key_text(status.newest)}, in use {live}")
         grid.add_row("held", held_versions(status.ranks))
@@ -112,8 +115,7 @@ class Screen:
         grid.add_row(
             "windows",
             f"{status.counters.get('windows_stored', 0):,} stored ({self._rates.get('windows_stored', 0.0):.1f}/s), "
-            f"lag {status.lag_s:.3f} s, quietest rank {silence:.1f} s"
-            + (", recording" if status.recording else ""),
+            f"lag {status.lag_s:.3f} s, quietest rank {silence:.1f} s" + recording_text(status),
         )
         grid.add_row(
             "balanced",
@@ -129,6 +131,19 @@ class Screen:
         if len(lines) == 1:
             lines.append(Text("  nothing changed yet"))
         return Group(*lines)
+
+
+def recording_text(status: Status) -> str:
+    """What runs, and how many ranks take part where they write files of their own; empty without a recording."""
+    if not status.recording:
+        return ""
+    if status.recording_mode in ("", "stat"):
+        return ", recording"
+    kept = [rank.recording for rank in status.ranks if rank.recording is not None]
+    good = sum(part.state == "recording" for part in kept)
+    dropped = sum(part.dropped for part in kept)
+    text = f", recording {status.recording_mode} on {good:,} ranks"
+    return text + (f", {dropped:,} passes dropped" if dropped else "")
 
 
 def held_versions(ranks: Sequence[RankStatus]) -> str:
@@ -156,7 +171,7 @@ def changes(before: Status, after: Status) -> list[str]:
         found.append(f"version {key_text(after.newest)} is in use on all ranks")
     for kind, count in after.plan_errors.items():
         if count > before.plan_errors.get(kind, 0):
-            found.append(f"a plan failed ({kind}): {after.last_plan_error}")
+            found.append(f"a plan failed ({kind}): {one_line(after.last_plan_error)}")
     for result, count in after.placements.items():
         grown = count - before.placements.get(result, 0)
         if grown > 0 and result != "published":

@@ -18,6 +18,7 @@ from evenroute.dist.control import RecordRead, RecordStart, RecordStop, StatusRe
 from evenroute.dist.keys import LOCAL_ROLE
 from evenroute.dist.link import Received
 from evenroute.dist.messages import JobShape, Rows, SnapshotRequest, Status, Window, encode, pack_placement
+from evenroute.dist.pass_messages import RecordReport
 from evenroute.dist.rebalancer import Rebalancer
 from evenroute.dist.rebalancer_core import Phase
 from evenroute.eplb.placement import Placement
@@ -117,7 +118,16 @@ def corpus(daemon):
     ]
     controls = [
         encode_control(r)
-        for r in (StatusRequest(), RecordStart(), RecordStop(), RecordRead(), RecordRead(5, 1))
+        for r in (
+            StatusRequest(),
+            RecordStart(),
+            RecordStart(mode="per_token", name="fuzz"),
+            RecordStop(),
+            RecordRead(),
+            RecordRead(5, 1),
+            RecordReport(RUN, 1, 7, "recording", 5, 40, 1000, host="h", path="/tmp/x"),
+            RecordReport(RUN, 0, 7, "failed", reason="disk"),
+        )
     ]
     return [(frame, False) for frame in ups] + [(frame, True) for frame in controls]
 

@@ -122,7 +122,7 @@ class TestRefusals:
             ({"scope": "rank"}, "rank"),
             ({"rank": 3}, "rank"),
             ({"layer_ids": [1]}, "layer_ids"),
-            ({"format_version": 2}, "format version 2"),
+            ({"format_version": 3}, "format version 3"),
         ],
     )
     def test_impossible_headers(self, changes: dict[str, object], part: str) -> None:
@@ -136,14 +136,14 @@ class TestRefusals:
             DumpReader(tmp_path / "d")
         write(tmp_path / "d", random_counts(1, LAYERS, EXPERTS))
         old = msgspec.msgpack.encode(HEADER)
-        raw = msgspec.msgpack.decode(old) | {"format_version": 2}
+        raw = msgspec.msgpack.decode(old) | {"format_version": 3}
         newer = msgspec.msgpack.encode(raw)
         payload = len(newer).to_bytes(4, "little") + newer
         crc = zlib.crc32(payload, zlib.crc32(struct.pack("<BQ", 1, len(payload))))
         data = (tmp_path / "d").read_bytes()
         frame = struct.pack("<B3xIQ", 1, crc, len(payload)) + payload
         (tmp_path / "d").write_bytes(data[:8] + frame + data[8 + len(frame) :])
-        with pytest.raises(ValueError, match="format version 2 found, expected 1"):
+        with pytest.raises(ValueError, match="format version 3 found, expected 1 or 2"):
             DumpReader(tmp_path / "d")
         (tmp_path / "d").write_bytes(MAGIC)
         with pytest.raises(ValueError, match="truncated or damaged"):

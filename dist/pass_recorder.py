@@ -1,0 +1,419 @@
+"""One rank's recordings of passes: what the rebalancer orders, and the thread that writes. Imports no torch.
+
+The forward thread hands filled buffers over and takes free ones; where none is free, the pass is dropped and counted.
+It never waits for this thread, which opens the files, waits for copies off a GPU, converts and writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenroute.dist.agreement import Key
+from evenroute.dist.messages import JobShape
+from evenroute.dist.pass_files import FullError, PassFiles
+from evenroute.dist.pass_messages import OVER, RankState, RecordOrder, RecordReport
+from evenroute.eplb.dump_format import DumpHeader, narrow
+from evenroute.eplb.foreign_source import Window
+from evenroute.eplb.placement import PlacementRow
+from evenroute.eplb.topology import Topology
+
+logger = logging.getLogger("evenroute.dist.agent")
+
+NUM_BUFFERS = 4
+_REPORT_EVERY_S = 1.0
+
+
+class PassBuffer(Protocol):
+    """Host memory of one pass, filled by the forward thread; `wait` until the copy off the device is done."""
+
+    def wait(self) -> None: ...
+
+    def ids(self) -> NDArray[Any]: ...
+
+    def extra(self, name: str) -> NDArray[np.int32] | None: ...
+
+
+@dataclass
+class TokenPass:
+    """Ids of one pass. `filled [L]`: rows that were recorded of each layer; `physical`: layers whose ids are slots."""
+
+    step: int
+    rows: int
+    buffer: PassBuffer | None  # None: a pass of no rows
+    filled: list[int]
+    physical: set[int]
+
+
+@dataclass
+class _Counts:
+    first_step: int
+    last_step: int
+    tokens: int
+    counts: NDArray[Any]
+    time: float
+
+
+@dataclass
+class _Placed:
+    step: int
+    rows: Sequence[PlacementRow]
+    keys: Sequence[Key]
+
+
+_Item = TokenPass | _Counts | _Placed | None  # None: end
+
+
+@dataclass(frozen=True)
+class RecorderSettings:
+    """What of the agent's configuration recordings need; `folder` None = they are refused."""
+
+    run: int
+    rank: int
+    job: JobShape
+    folder: Path | None
+    buffer_bytes: int
+    part_bytes: int
+    max_bytes: int
+
+
+class PassSession:
+    """One recording on this rank. `offer*`, `drop` are the forward thread's, `counts` the agent thread's."""
+
+    def __init__(
+        self,
+        order: RecordOrder,
+        settings: RecorderSettings,
+        make_buffers: Callable[[int, int], list[PassBuffer]],
+        changed: Callable[[], None],
+    ) -> None:
+        self.order = order
+        self.settings = settings
+        self.free: deque[PassBuffer] = deque()
+        self.accepts = False  # read by the forward thread before each pass
+        self.dropped = 0
+        self.odd: str = ""  # something to tell that does not end the recording
+        self._make_buffers = make_buffers
+        self._changed = changed
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._state: RankState = "starting"
+        self._reason = ""
+        self._files: PassFiles | None = None
+        self._passes = self._tokens = self._merged = self._incomplete = 0
+        self._rows: Sequence[PlacementRow] = ()
+        self._waiting_bytes = 0
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="evenroute-passes", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------- forward thread
+
+    def offer(self, found: TokenPass) -> None:
+        """A pass whose copies are enqueued."""
+        self._queue.put(found)
+
+    def placed(self, step: int, rows: Sequence[PlacementRow], keys: Sequence[Key]) -> None:
+        """What is routed with from `step` on."""
+        self._queue.put(_Placed(step, rows, keys))
+
+    def abort(self, reason: str) -> None:
+        """End it from outside its thread; what was handed over before is written."""
+        self.accepts = False
+        with self._lock:
+            self._reason = self._reason or reason
+        self.end()
+
+    # --------------------------------------------------------------------------------- agent thread
+
+    def counts(self, first_step: int, last_step: int, tokens: int, counts: NDArray[np.int64]) -> None:
+        """Counts int64 [L, E] (copied) of one pass, or of several where no buffer was free in time."""
+        if not self.accepts:
+            return
+        small = narrow(counts)
+        if small is counts:
+            small = counts.copy()
+        with self._lock:
+            if self._waiting_bytes + small.nbytes > self.settings.buffer_bytes:
+                self.dropped += last_step - first_step + 1
+                return
+            self._waiting_bytes += small.nbytes
+        self._queue.put(_Counts(first_step, last_step, tokens, small, time.time()))
+
+    def end(self) -> None:
+        """Finish the files; does not wait. Harmless when repeated."""
+        self.accepts = False
+        if not self._ending:
+            self._ending = True
+            self._queue.put(None)
+
+    def join(self, limit_s: float) -> bool:
+        """Whether it is over within the limit."""
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
+    @property
+    def state(self) -> RankState:
+        """Where it stands."""
+        return "ending" if self._ending and self._state == "recording" else self._state
+
+    def report(self) -> RecordReport:
+        """What it has come to."""
+        files, state = self._files, self.state
+        with self._lock:
+            reason = self._reason or self._odd_text()
+            return RecordReport(
+                run=self.settings.run,
+                rank=self.settings.rank,
+                recording=self.order.recording,
+                state=state,
+                passes=self._passes,
+                tokens=self._tokens,
+                num_bytes=0 if files is None else files.num_bytes,
+                dropped=self.dropped,
+                merged=self._merged,
+                files=0 if files is None else files.num_files + (state not in OVER),
+                reason=" ".join(reason.split())[:400],
+                host=socket.gethostname()[:255],
+                path="" if files is None else str(files.first)[:4096],
+            )
+
+    def _odd_text(self) -> str:
+        if self._incomplete:
+            more = f"{self._incomplete} passes lack rows of some layers"
+            return f"{self.odd}; {more}" if self.odd else more
+        return self.odd
+
+    # -------------------------------------------------------------------------------- writer thread
+
+    def _run(self) -> None:
+        try:
+            self._open()
+        except (OSError, ValueError, RuntimeError) as error:
+            self._over("refused", _told(error))
+            return
+        self._state, self.accepts = "recording", not self._ending
+        self._changed()
+        try:
+            while (item := self._queue.get()) is not None:
+                self._write(item)
+        except FullError as error:
+            self._close("ended", str(error))
+        except Exception as error:  # whatever it is, it ends the recording and not the job
+            logger.exception("rank %d: the recording of passes failed", self.settings.rank)
+            self._close("failed", _told(error))
+        else:
+            self._close("ended", "")
+
+    def _open(self) -> None:
+        settings, order = self.settings, self.order
+        job = settings.job
+        if settings.folder is None:
+            raise ValueError("agent.record_dir is not set on this rank")
+        if job.shared_counts and settings.rank:
+            raise ValueError("all ranks see the same tokens: rank 0 records for all")
+        per_token = order.mode == "per_token"
+        header = DumpHeader(
+            num_layers=job.num_layers,
+            num_logical_experts=job.num_logical_experts,
+            mode=order.mode,
+            scope="job" if job.shared_counts else "rank",
+            rank=None if job.shared_counts else settings.rank,
+            ep_size=job.ep_size,
+            num_nodes=job.num_nodes,
+            num_slots=job.num_slots,
+            top_k=job.top_k,
+            model=job.model,
+            format_version=2,
+            recording=f"{settings.run:x}-{order.recording:x}",
+        )
+        self._files = PassFiles(
+            settings.folder,
+            order.name,
+            header,
+            part_bytes=settings.part_bytes,
+            max_bytes=settings.max_bytes,
+        )
+        if per_token:
+            try:
+                self.free.extend(self._make_buffers(NUM_BUFFERS, settings.buffer_bytes // NUM_BUFFERS))
+            except BaseException:
+                self._files.discard()
+                self._files = None
+                raise
+
+    def _write(self, item: TokenPass | _Counts | _Placed) -> None:
+        assert self._files is not None
+        match item:
+            case TokenPass():
+                try:
+                    self._write_tokens(item)
+                finally:
+                    if item.buffer is not None:
+                        self.free.append(item.buffer)
+            case _Counts():
+                with self._lock:
+                    self._waiting_bytes -= item.counts.nbytes
+                window = Window(item.counts, item.time, item.first_step, item.last_step, item.tokens)
+                self._files.add_window(window)
+                self._note(item.tokens, item.last_step - item.first_step)
+            case _Placed():
+                self._rows = item.rows
+                job = self.settings.job
+                self._files.add_placement(
+                    item.step, item.rows, item.keys, Topology(job.ep_size, job.num_nodes)
+                )
+
+    def _write_tokens(self, item: TokenPass) -> None:
+        assert self._files is not None
+        job = self.settings.job
+        if item.buffer is None:
+            empty = np.zeros((job.num_layers, 0, job.top_k), np.int16)
+            self._files.add_tokens(item.step, empty, None, None)
+            self._note(0, 0)
+            return
+        item.buffer.wait()
+        ids = item.buffer.ids()
+        for layer, rows in enumerate(item.filled):  # layer by layer: numpy holds the interpreter only briefly
+            ids[layer, rows:] = -1
+            if layer in item.physical:
+                _to_logical(ids[layer, :rows], self._rows[layer].slots)
+        if min(item.filled) < item.rows:
+            with self._lock:
+                self._incomplete += 1
+        extras = (item.buffer.extra(name) for name in ("token_ids", "positions"))
+        self._files.add_tokens(item.step, ids, *extras)
+        self._note(item.rows, 0)
+
+    def _note(self, tokens: int, merged: int) -> None:
+        with self._lock:
+            self._passes += 1 + merged
+            self._tokens += tokens
+            self._merged += merged
+
+    def _close(self, state: RankState, reason: str) -> None:
+        assert self._files is not None
+        self.accepts = False
+        with self._lock:
+            reason = self._reason or reason
+            told = [reason] if reason else []
+            if self.dropped:
+                told.append(
+                    f"{self.dropped} passes were dropped: the disk did not keep up, or they were too large"
+                )
+            if self._odd_text():
+                told.append(self._odd_text())
+        try:
+            self._files.close(told)
+        except (OSError, ValueError) as error:
+            self._files.discard()
+            state, reason = "failed", reason or _told(error)
+        self._over(state, reason)
+
+    def _over(self, state: RankState, reason: str) -> None:
+        self.free.clear()
+        with self._lock:
+            self._reason = reason
+            self._state = state
+        self.accepts = False
+        if reason:
+            level = logging.WARNING if state in ("failed", "refused") else logging.INFO
+            logger.log(
+                level, "rank %d: recording %s %s: %s", self.settings.rank, self.order.name, state, reason
+            )
+        self._changed()
+
+
+def _to_logical(ids: NDArray[Any], slots: NDArray[np.int32]) -> None:
+    """Slots ``[T, K]`` to the experts in them, in place; padding (below 0) stays -1."""
+    padding = ids < 0
+    ids[...] = slots.take(ids, mode="clip")
+    ids[padding] = -1
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__
+
+
+class PassRecorder:
+    """All recordings of one rank's life, one at a time; driven by the agent thread, read by the forward thread.
+
+    `session` is the one that runs (None: none), to be read once a step.
+    """
+
+    def __init__(
+        self,
+        settings: RecorderSettings,
+        make_buffers: Callable[[int, int], list[PassBuffer]],
+        changed: Callable[[], None],
+    ) -> None:
+        self.settings = settings
+        self.session: PassSession | None = None
+        self._make_buffers = make_buffers
+        self._changed = changed
+        self._last: PassSession | None = None
+        self._reported: tuple[object, ...] = ()
+        self._reported_at = 0.0
+        self._answer: RecordReport | None = None
+
+    def order(self, order: RecordOrder, fence: int) -> None:
+        """Do as ordered; orders of another run or of a rebalancer that is no more are dropped."""
+        if order.run != self.settings.run or order.epoch < fence:
+            return
+        last = self._last
+        if last is None or last.order.recording != order.recording:
+            if not order.running:  # never heard of, or long forgotten: it is over
+                self._answer = RecordReport(
+                    run=order.run, rank=self.settings.rank, recording=order.recording, state="ended"
+                )
+                return
+            if last is not None:
+                last.abort("another recording was ordered")
+            last = self._last = PassSession(order, self.settings, self._make_buffers, self._changed)
+            self.session = last
+        elif not order.running:
+            last.end()
+            self.session = None
+        self._reported = ()
+
+    def due(self, now: float) -> list[RecordReport]:
+        """What to report now: what was asked for, what changed, and each second while it runs."""
+        answer, self._answer = self._answer, None
+        out = [] if answer is None else [answer]
+        last = self._last
+        if last is None:
+            return out
+        state = last.state
+        if state in OVER:
+            self.session = None
+        every = () if state in OVER else (int(now / _REPORT_EVERY_S),)
+        told = (last.order.recording, state, *every)
+        if told != self._reported:
+            self._reported = told
+            out.append(last.report())
+        return out
+
+    def close(self, limit_s: float) -> None:
+        """End what runs and wait for its files, up to the limit."""
+        self.session = None
+        if self._last is not None:
+            self._last.end()
+            if not self._last.join(limit_s):
+                logger.warning(
+                    "rank %d: the recording of passes was not finished within %g s",
+                    self.settings.rank,
+                    limit_s,
+                )
