@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 START_LIMIT_S = 90.0
+COMPILE_LIMIT_S = 300.0
 STOP_LIMIT_S = 10.0
 MIN_GAIN = 0.01
 """A second plan for the same traffic gains nothing but sampling noise: it is not published."""
@@ -98,7 +99,7 @@ class Rebalancers:
 
     def address(self, cell: int) -> str:
         """The one of this cell serves when this returns; that of the next cell is on its way."""
-        self._compiling.wait(START_LIMIT_S)
+        self._compiling.wait(COMPILE_LIMIT_S)
         for number in (cell, cell + 1) if self._ahead else (cell,):
             if number < len(self._policies) and number not in self._started:
                 self._started[number] = CellRebalancer(self._policies[number], self._windows)

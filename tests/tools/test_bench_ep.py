@@ -57,7 +57,7 @@ def check_cells(report: dict[str, Any]) -> None:
         assert after["balancedness"]["mean"] > before["balancedness"]["mean"] + 0.05, cell
         for phase in ("before", "during", "after"):
             assert cell[phase]["tokens_s"] > 0
-        assert cell["bandwidth"]["migration_gb_s"] > 0
+        assert cell["bandwidth"]["moved_mib"] > 0
         assert cell["outputs"]["steps_a_rank"] >= 20
     outputs = report["outputs"]
     assert outputs["worst_relative_error"] < 1e-5
@@ -71,7 +71,7 @@ def check_cells(report: dict[str, Any]) -> None:
 def test_two_ranks_on_skewed_and_on_given_traffic(tmp_path: Path) -> None:
     loads, report = write_loads(tmp_path / "day.json"), tmp_path / "out.json"
     flags = ["--loads", str(loads), "--redundant", "8", "--dispatch", "weighted", "--tokens", "64"]
-    found = bench(2, *flags, "--report", str(report), limit_s=240)
+    found = bench(2, *flags, "--report", str(report), limit_s=280)
     assert json.loads(report.read_text()) == found
     assert [(cell["source"], cell["redundant"], cell["dispatch"]) for cell in found["cells"]] == [
         ("zipf", 8, "weighted"),
