@@ -43,7 +43,7 @@ def share_by_hash(threshold_ptr, offset, count, uneven, hashes):
 
 @triton.jit
 def split_turn(ticket, share, total):
-    """One node of the tree: (goes left, ticket within that side); see `dispatch.deal_shares`."""
+    """One node of the tree: (goes left, ticket within that side); see `dispatch.split_shares`."""
     # All products stay below 2**32: share, ticket <= 65535.
     share = share.to(tl.uint32)
     before = (share * ticket.to(tl.uint32) + (total >> 1)) // total
@@ -54,29 +54,30 @@ def split_turn(ticket, share, total):
 
 
 @triton.jit
-def share_by_ticket(threshold_ptr, offset, count, uneven, ticket, middle, share):
-    """Replica of a ticket when replicas take turns in the proportion of their shares (`dispatch.deal_shares`).
+def share_by_ticket(tables_ptr, threshold_ptr, offset, count, uneven, ticket, share, depth, begin):
+    """Replica of a ticket when replicas take turns in the proportion of their shares; see `dispatch.pick_by_ticket`.
 
-    middle, share: split of the tree's root, loaded by the caller; only experts with three replicas or more go on.
+    share: of the tree's left half, begin: of the order in the tables, both loaded before the ticket; depth: the layer's
+    `replica_depth`, one number for all programs, so that shallow layers skip the rest.
     """
-    root = tl.full(ticket.shape, SHARE_TOTAL, tl.int32)
-    left, ticket = split_turn(ticket, share, SHARE_TOTAL)
-    low = tl.where(left, 0, middle)
-    high = tl.where(left, middle, count)
-    total = tl.where(left, share, root - share)
-    below = tl.where(left, 0, share)
-    high = tl.where(uneven, high, low + 1)
-    while tl.max(high - low) > 1:
-        live = high - low > 1
-        middle = low + (high - low + 1) // 2
-        share = tl.load(threshold_ptr + offset + middle - 1, mask=live, other=0) - below
-        left, turn = split_turn(ticket, tl.where(live, share, 0), tl.maximum(total, 1).to(tl.uint32))
-        ticket = tl.where(live, turn, ticket)
-        high = tl.where(live & left, middle, high)
-        low = tl.where(live & (left == 0), middle, low)
-        total = tl.where(live, tl.where(left, share, total - share), total)
-        below = tl.where(live & (left == 0), below + share, below)
-    return low
+    middle = (count + 1) // 2
+    left, turn = split_turn(ticket, share, SHARE_TOTAL)
+    replica = tl.where(left, 0, middle)
+    if depth > 0:
+        # Three or four replicas: a half that has two.
+        live = uneven & (count <= 4) & (count > 2) & (left | (count > 3))
+        inner = tl.load(threshold_ptr + offset + replica, mask=live, other=0) - tl.where(left, 0, share)
+        total = tl.where(left, share, SHARE_TOTAL - share)
+        inner_left, _ = split_turn(turn, tl.where(live, inner, 0), tl.maximum(total, 1).to(tl.uint32))
+        replica += (live & (inner_left == 0)).to(tl.int32)
+        if depth > 1:
+            live = uneven & (count > 4)
+            bits = tl.where(count <= 16, 2, tl.where(count <= 256, 3, 4))  # log2 of an entry's
+            word = tl.load(tables_ptr + begin + (ticket >> (5 - bits)), mask=live, other=0)
+            shift = (ticket & ((32 >> bits) - 1)) << bits
+            entry = (word >> shift) & ((1 << (1 << bits)) - 1)
+            replica = tl.where(live, entry, replica)
+    return replica
 
 
 @triton.jit
@@ -119,9 +120,12 @@ def pick_slots(
         word = (copy * E + expert).to(tl.int64) * TICKET_STRIDE
         step: tl.constexpr = 4294967297 if COUNT else 1
         if WEIGHTED:
-            # The tree's first share does not wait for the ticket.
-            middle = (count + 1) // 2
-            share = tl.load(tables_ptr + AT[2] + offset + middle - 1, mask=uneven, other=0)
+            # What does not wait for the ticket.
+            depth = tl.load(tables_ptr + AT[7])
+            share = tl.load(
+                tables_ptr + AT[2] + offset + (count + 1) // 2 - 1, mask=uneven & (count <= 4), other=0
+            )
+            begin = tl.load(tables_ptr + AT[6] + expert, mask=uneven & (count > 4), other=0)
         ticket = tl.atomic_add(
             tickets_ptr + word, tl.full(expert.shape, step, tl.int64), mask=valid, sem="relaxed"
         )
@@ -129,8 +133,9 @@ def pick_slots(
         start = (expert + ep_rank + copy).to(tl.uint32)
         replica = ((turn + start) % count.to(tl.uint32)).to(tl.int32)
         if WEIGHTED:
+            ticket = (turn % 65535).to(tl.int32)
             shared = share_by_ticket(
-                tables_ptr + AT[2], offset, count, uneven, (turn % 65535).to(tl.int32), middle, share
+                tables_ptr, tables_ptr + AT[2], offset, count, uneven, ticket, share, depth, begin
             )
             replica = tl.where(uneven, shared, replica)
     else:

@@ -14,6 +14,7 @@ def take_kernel(
     COPIES: tl.constexpr,
     TICKET_COPIES: tl.constexpr,
     TICKET_STRIDE: tl.constexpr,
+    TICKET_PERIOD: tl.constexpr,
     HAS_TICKETS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -30,6 +31,10 @@ def take_kernel(
             index = ((layer * TICKET_COPIES + copy) * num_experts + expert) * TICKET_STRIDE
             word = tl.load(tickets_ptr + index, mask=live, other=0)
             total += word >> 32
-            # 31 bits stay: the ticket can not carry into the count before the next take.
-            tl.store(tickets_ptr + index, word & 0x7FFFFFFF, mask=live)
+            ticket = word & 0xFFFFFFFF
+            tl.store(
+                tickets_ptr + index,
+                tl.where(ticket >= TICKET_PERIOD, ticket - TICKET_PERIOD, ticket),
+                mask=live,
+            )
     tl.store(total_ptr + layer * num_experts + expert, total, mask=live)

@@ -8,6 +8,9 @@ from torch import Tensor
 GPU_COPIES = 32  # copies of the counts: programs spread over them, the reader sums them
 GPU_TICKET_COPIES = 8
 TICKET_STRIDE = 16  # int64 words: every ticket on a 128-byte line of its own
+# Tickets start again here: a multiple of 65535 (the weighted deal's period) and of 1 to 12 (the even deal's), and below
+# 2^31, so that a ticket does not reach the count before the next take.
+TICKET_PERIOD = 65535 * 27720
 TICKET_BITS = 32  # a ticket word holds count << 32 | ticket: one atomic serves both
 
 
@@ -86,7 +89,8 @@ class ExpertCounters:
         if self.tickets is not None:
             words = self.tickets[..., 0]
             self._total += (words >> TICKET_BITS).sum(dim=1)
-            words &= (1 << 31) - 1  # also keeps the ticket far from its carry into the count
+            words &= (1 << TICKET_BITS) - 1
+            words -= (words >= TICKET_PERIOD) * TICKET_PERIOD
 
     def _take_on_device(self) -> None:
         from evenroute.routing._take_kernel import take_kernel
@@ -101,6 +105,7 @@ class ExpertCounters:
             COPIES=self.copies,
             TICKET_COPIES=self.ticket_copies,
             TICKET_STRIDE=self.ticket_stride,
+            TICKET_PERIOD=TICKET_PERIOD,
             HAS_TICKETS=has_tickets,
             BLOCK=block,
             num_warps=4,

@@ -3,7 +3,7 @@
 `static`          one slot per (rank, expert)
 `dynamic`         exact: ticket + start, modulo the replicas; hash: of (row, expert, rank, seed)
 `rank_invariant`  hash of (global row, expert)
-`weighted`        the same three forms, replicas in planned shares
+`weighted`        the same three forms, replicas in planned shares (exact: within 1 of share x n after any n tickets)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from evenroute.routing.config import require_choice
 from evenroute.routing.output import RouteCall, RouteForm, RoutingOutput
 from evenroute.routing.tables import SPAN_COUNT_BITS, DispatchTables
+from evenroute.routing.ticket_sequence import TREE_REPLICAS
 
 DISPATCH_MODES = ("static", "dynamic", "rank_invariant", "weighted")
 DEALS = ("exact", "hash")
@@ -88,40 +89,45 @@ def deal_tickets(ids: Tensor, valid: Tensor, tickets: Tensor, count: bool) -> Te
 def pick_by_ticket(
     tables: DispatchTables, layer: int, ids: Tensor, tickets: Tensor, weighted: bool
 ) -> Tensor:
-    """Replica index `[T, K]`: tickets in turn, ranks from different starts; uneven experts by `deal_shares`."""
+    """Replica index `[T, K]`: tickets in turn, ranks from different starts; uneven experts in planned shares.
+
+    Shares: after n tickets from the start of the count (ticket 0) every replica has its share x n within 1, whatever
+    n and the number of replicas: `split_shares` up to four, the order in the tables above (`ticket_sequence.py`).
+    Both repeat after 65535 tickets with nothing left over. Tickets go on when shares change, so for the tokens since
+    then the bound is 2, as for those between any two tickets: the difference of two prefixes.
+    """
     offset, count, uneven = spans(tables, layer, ids)
     replica = (tickets + tables.ep_rank + ids) % count
     if weighted and bool(uneven.any()):
-        threshold = tables.replica_threshold[layer].long()
-        place = uneven.nonzero(as_tuple=True)
-        replica[place] = deal_shares(threshold, offset[place], count[place], tickets[place])
+        threshold, turn = tables.replica_threshold[layer].long(), tickets % SHARE_TOTAL
+        few, many = uneven & (count <= TREE_REPLICAS), uneven & (count > TREE_REPLICAS)
+        replica[few] = split_shares(threshold, offset[few], count[few], turn[few])
+        replica[many] = tables.tickets_in_order(layer, ids[many], count[many], turn[many])
     return replica
 
 
-def deal_shares(threshold: Tensor, offset: Tensor, count: Tensor, tickets: Tensor) -> Tensor:
-    """Replica of ticket t when replicas take turns in the proportion of their shares.
+def split_shares(threshold: Tensor, offset: Tensor, count: Tensor, tickets: Tensor) -> Tensor:
+    """Replica of ticket t in [0, 65535) when two to four replicas take turns in the proportion of their shares.
 
     A binary tree over the expert's replicas: a node with share w of `total` passes the nearest integer to w * t / total
-    of its first t tickets to its left half. So after n tickets a replica at depth d is off its share x n by at most
-    d / 2: at most 1 with up to four replicas (the period is 65535).
+    of its first t tickets to its left half. So the halves are off their shares by at most 1/2, and a replica that has
+    the part p of its half by at most p / 2 + 1/2 <= 1. A deeper tree would not keep to 1.
     """
-    t = tickets % SHARE_TOTAL
-    low, high = torch.zeros_like(count), count.clone()
-    below, total = torch.zeros_like(t), torch.full_like(t, SHARE_TOTAL)
-    while bool((high - low > 1).any()):
-        open_ = high - low > 1
-        middle = low + (high - low + 1) // 2
-        share = threshold[offset + torch.where(open_, middle, low + 1) - 1] - below
-        safe = total.clamp(min=1)
-        before = (share * t + safe // 2) // safe
-        left = (share * (t + 1) + safe // 2) // safe > before
-        high = torch.where(open_ & left, middle, high)
-        go_right = open_ & ~left
-        low = torch.where(go_right, middle, low)
-        t = torch.where(open_, torch.where(left, before, t - before), t)
-        below = torch.where(go_right, below + share, below)
-        total = torch.where(open_, torch.where(left, share, total - share), total)
-    return low
+    middle = (count + 1) // 2
+    share = threshold[offset + middle - 1]
+
+    def split(share: Tensor, total: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        before = (share * t + total // 2) // total
+        left = (share * (t + 1) + total // 2) // total > before
+        return left, torch.where(left, before, t - before)
+
+    left, turn = split(share, torch.full_like(share, SHARE_TOTAL), tickets)
+    replica = torch.where(left, 0, middle)
+    # A half that has two replicas.
+    live = (count > 2) & (left | (count > 3))
+    inner = threshold[torch.where(live, offset + replica, offset)] - torch.where(left, 0, share)
+    total = torch.where(left, share, SHARE_TOTAL - share).clamp(min=1)
+    return replica + (live & ~split(inner, total, turn)[0])
 
 
 def pick_by_hash(tables: DispatchTables, layer: int, ids: Tensor, hashes: Tensor, weighted: bool) -> Tensor:

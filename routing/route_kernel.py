@@ -25,6 +25,8 @@ _TABLE_COLUMNS = (
     "static_slot",
     "replica_payload",
     "static_payload",
+    "replica_sequence",
+    "replica_depth",
 )
 
 

@@ -83,6 +83,8 @@ class Router:
             )
         if form == "exact":
             counters.enable_tickets()
+            if self.dispatch == "weighted":
+                tables.enable_sequences()
         if backend == "auto":
             backend = "triton" if tables.device.type == "cuda" else "reference"
         if backend == "triton" and tables.device.type != "cuda":

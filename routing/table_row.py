@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from evenroute.eplb.compiled import kernel
 from evenroute.eplb.placement import SHARE_TOTAL, PlacementRow
 from evenroute.eplb.topology import Topology
+from evenroute.routing.ticket_sequence import TREE_REPLICAS, sequence_words
 
 SPAN_COUNT_BITS = 10
 FIELDS = (
@@ -21,6 +22,8 @@ FIELDS = (
     "static_slot",
     "replica_payload",
     "static_payload",
+    "replica_sequence",
+    "replica_depth",
 )
 
 
@@ -85,6 +88,7 @@ def _fill(  # type: ignore[no-untyped-def]
     per_node,
     ep_rank,
     with_entry,
+    sequence_begin,
     p2l,
     offset,
     slot,
@@ -93,7 +97,10 @@ def _fill(  # type: ignore[no-untyped-def]
     static,
     payload,
     fixed,
+    sequence,
+    depth,
 ):
+    depth[0] = 0
     num_slots, num_experts = len(slots), len(span)
     local = num_slots // ep_size
     for expert in range(num_experts + 1):
@@ -120,6 +127,12 @@ def _fill(  # type: ignore[no-untyped-def]
                 share, uneven = np.int64(shares[slot[entry]]), 1
             total += share
             threshold[entry] = total
+        sequence[expert] = 0
+        if uneven and count > 2:
+            depth[0] = max(depth[0], 1 if count <= 4 else 2)
+        if uneven and count > 4:
+            sequence[expert] = sequence_begin
+            sequence_begin += 2048 * (4 if count <= 16 else 8 if count <= 256 else 16)
         span[expert] = (first << 11) | (count << 1) | uneven
         chosen = _static_choice(ranks, first, last, expert, ep_size, per_node, ep_rank)
         static[expert] = slot[chosen]
@@ -129,9 +142,15 @@ def _fill(  # type: ignore[no-untyped-def]
 
 
 def fill_table_row(
-    row: PlacementRow, topology: Topology, ep_rank: int, fields: dict[str, NDArray[np.int32]]
+    row: PlacementRow,
+    topology: Topology,
+    ep_rank: int,
+    sequence_begin: int,
+    fields: dict[str, NDArray[np.int32]],
 ) -> None:
     """Writes one layer's tables into `fields` (names of `FIELDS`, 1-D int32 views of the layer's storage).
+
+    sequence_begin: word at which the layer's first order of tickets lies, the others behind it (`ticket_sequence.py`).
 
     The row must come from a checked placement: experts in range, each with a slot, none twice on a rank.
     """
@@ -142,9 +161,12 @@ def fill_table_row(
         topology.ranks_per_node,
         ep_rank,
         fits_payload(len(row.slots), topology.ep_size),
+        sequence_begin,
         *(fields[name] for name in FIELDS),
     )
 
 
 assert SHARE_TOTAL == 65535, "the kernels divide by 65535"
 assert SPAN_COUNT_BITS == 10, "the compiled builder shifts by 11 and 1"
+assert TREE_REPLICAS == 4, "the compiled builder knows when an expert needs an order of tickets"
+assert [sequence_words(k) // 2048 for k in (5, 17, 257)] == [4, 8, 16], "and how long it is"

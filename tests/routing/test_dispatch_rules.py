@@ -10,7 +10,7 @@ from evenroute.eplb.placement import Placement
 from evenroute.eplb.topology import Topology
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
-from evenroute.routing.dispatch import deal_shares, hash_rows
+from evenroute.routing.dispatch import hash_rows
 from evenroute.routing.router import Router
 from evenroute.routing.tables import DispatchTables
 from support.interpreted import BACKEND, DEVICE
@@ -203,19 +203,6 @@ def test_weighted_tickets_keep_within_one_of_the_shares(
         assert float((total[::2].double() - wanted).abs().max()) <= 1.0 + 1e-9
 
 
-def test_weighted_deal_keeps_its_bound_over_a_whole_period() -> None:
-    for _, parts in UNEVEN:
-        units = torch.tensor(shares_of(parts))
-        count = torch.full((65535,), len(parts))
-        picks = deal_shares(
-            units.cumsum(0), torch.zeros(65535, dtype=torch.int64), count, torch.arange(65535)
-        )
-        hits = torch.nn.functional.one_hot(picks, len(parts)).cumsum(0)
-        wanted = torch.arange(1, 65536)[:, None].double() * units / 65535
-        assert float((hits - wanted).abs().max()) <= 1.0
-        assert torch.equal(hits[-1], units)
-
-
 def test_weighted_hash_meets_the_shares_within_sampling_error(backend: str) -> None:
     units = shares_of([0.7, 0.2, 0.1])
     placement = placement_of(
@@ -237,18 +224,6 @@ def test_default_follows_the_shares_and_deals_evenly_without(backend: str) -> No
     assert torch.bincount(given(router, torch.zeros((40, 1))).flatten().long())[[0, 2]].tolist() == [30, 10]
     router.tables.load(placement_of([0, 1, 0, 2], 3, 2))
     assert torch.bincount(given(router, torch.zeros((40, 1))).flatten().long())[[0, 2]].tolist() == [20, 20]
-
-
-def test_many_replicas_are_dealt_by_shares_too(backend: str) -> None:
-    """More than four replicas: within half the tree's depth."""
-    parts = [0.3, 0.05, 0.2, 0.15, 0.1, 0.12, 0.08]
-    units = shares_of(parts)
-    rows = [e for rank in range(7) for e in (0, rank + 1)]
-    shares = [s for rank in range(7) for s in (units[rank], 65535)]
-    placement = placement_of(rows, 8, 7, shares=shares)
-    router = router_of(placement, 1, backend, dispatch="weighted", deal="exact")
-    counts = torch.bincount(given(router, torch.zeros((200, 1))).flatten().long(), minlength=14)[::2]
-    assert float((counts - torch.tensor(units) / 65535 * 200).abs().max()) <= 1.5
 
 
 def test_counts_are_global_logical_and_local_choice_does_not_matter(backend: str) -> None:

@@ -48,7 +48,7 @@ def _static_slots(
 
 
 def build_table_row(
-    row: PlacementRow, num_experts: int, topology: Topology, ep_rank: int
+    row: PlacementRow, num_experts: int, topology: Topology, ep_rank: int, order_begin: int = 0
 ) -> dict[str, NDArray[np.int32]]:
     """One layer's tables as numpy int32 (the fields of `DispatchTables`, without the layer axis)."""
     slots = np.asarray(row.slots, dtype=np.int64)
@@ -68,6 +68,11 @@ def build_table_row(
     static = _static_slots(experts, order, num_experts, slots.size, topology, ep_rank)
     inverted = 2047 - np.arange(num_experts, dtype=np.int64)
     entry = (offset[:-1] << 8) | (count << 1) | is_uneven
+    words = (
+        np.where(count <= 4, 0, np.where(count <= 16, 8192, np.where(count <= 256, 16384, 32768))) * is_uneven
+    )
+    orders = np.where(words > 0, order_begin + np.cumsum(words) - words, 0)
+    deepest = int(np.max(count * is_uneven))
     tables = {
         "physical_to_logical": slots,
         "replica_offset": offset,
@@ -77,5 +82,7 @@ def build_table_row(
         "static_slot": static,
         "replica_payload": (inverted << 20) | (entry if fits_payload(slots.size, topology.ep_size) else 0),
         "static_payload": (inverted << 20) | static,
+        "replica_sequence": orders,
+        "replica_depth": np.array([2 if deepest > 4 else 1 if deepest > 2 else 0]),
     }
     return {name: table.astype(np.int32) for name, table in tables.items()}
