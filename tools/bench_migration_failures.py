@@ -84,6 +84,11 @@ def damage_part(bench: Bench) -> dict[str, Any]:
     ranks, live weights and tables must stay, and the same placement must go through once it is mended."""
     model = bench.model
     step = GraphStep(model, bench.args.tokens)
+    number = 0
+    while not model.driver.idle:  # what another part left under way
+        model.driver.step()
+        step.run(number)
+        number += 1
     start, target = model.driver.live_placement(), _some_placement(bench)
     layer = model.sizes.num_layers - 1
     transfer = plan_transfer(
@@ -93,7 +98,6 @@ def damage_part(bench: Bench) -> dict[str, Any]:
     _turn(model, layer, expert)
     key = model.driver.propose(target)
     errors: set[str] = set()
-    number = 0
     while model.driver.state.failed != key and number < MOST_STEPS:
         model.driver.step()
         errors |= {model.mover.error() or ""}
