@@ -35,7 +35,7 @@ from evenroute.dist.messages import JobShape
 from evenroute.dist.mover import LayerMover, TablesOnly, TableUpdater
 from evenroute.dist.pass_files import check_folder
 from evenroute.dist.pass_recorder import PassRecorder, PassSession, RecorderSettings
-from evenroute.dist.pass_tap import PassTap, RoutedIds, make_buffers
+from evenroute.dist.pass_tap import PassArena, PassTap, RoutedIds
 from evenroute.dist.process_groups import RollCall, new_cpu_group
 from evenroute.dist.rank_core import RankConfig, RankCore
 from evenroute.dist.stream_core import Unsent
@@ -448,4 +448,4 @@ def _recorder(
         part_bytes=config.record_part_bytes,
         max_bytes=config.record_max_bytes,
     )
-    return PassRecorder(settings, lambda number, size: make_buffers(number, size, device), wake)
+    return PassRecorder(settings, lambda size: PassArena(size, device), wake)

@@ -1,6 +1,7 @@
 """One rank's recordings of passes: what the rebalancer orders, and the thread that writes. Imports no torch.
 
-The forward thread hands filled buffers over and takes free ones; where none is free, the pass is dropped and counted.
+The forward thread takes a piece of a ring of fixed size for each pass and hands it over filled; where there is no room,
+the pass is dropped and counted.
 It never waits for this thread, which opens the files, waits for copies off a GPU, converts and writes.
 """
 
@@ -11,7 +12,6 @@ import queue
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,6 @@ from evenroute.eplb.topology import Topology
 
 logger = logging.getLogger("evenroute.dist.agent")
 
-NUM_BUFFERS = 4
 _REPORT_EVERY_S = 1.0
 
 
@@ -40,9 +39,14 @@ class PassBuffer(Protocol):
 
     def wait(self) -> None: ...
 
+    def release(self) -> None: ...
+
     def ids(self) -> NDArray[Any]: ...
 
     def extra(self, name: str) -> NDArray[np.int32] | None: ...
+
+
+MakeArena = Callable[[int], object]  # the memory in which so many bytes of passes may wait
 
 
 @dataclass
@@ -95,16 +99,16 @@ class PassSession:
         self,
         order: RecordOrder,
         settings: RecorderSettings,
-        make_buffers: Callable[[int, int], list[PassBuffer]],
+        make_arena: MakeArena,
         changed: Callable[[], None],
     ) -> None:
         self.order = order
         self.settings = settings
-        self.free: deque[PassBuffer] = deque()
+        self.arena: object = None  # a `pass_tap.PassArena` while ids are recorded
         self.accepts = False  # read by the forward thread before each pass
         self.dropped = 0
         self.odd: str = ""  # something to tell that does not end the recording
-        self._make_buffers = make_buffers
+        self._make_arena = make_arena
         self._changed = changed
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -191,7 +195,7 @@ class PassSession:
 
     def _odd_text(self) -> str:
         if self._incomplete:
-            more = f"{self._incomplete} passes lack rows of some layers"
+            more = f"passes that lack rows of some layers: {self._incomplete}"
             return f"{self.odd}; {more}" if self.odd else more
         return self.odd
 
@@ -247,7 +251,7 @@ class PassSession:
         )
         if per_token:
             try:
-                self.free.extend(self._make_buffers(NUM_BUFFERS, settings.buffer_bytes // NUM_BUFFERS))
+                self.arena = self._make_arena(settings.buffer_bytes)
             except BaseException:
                 self._files.discard()
                 self._files = None
@@ -261,7 +265,7 @@ class PassSession:
                     self._write_tokens(item)
                 finally:
                     if item.buffer is not None:
-                        self.free.append(item.buffer)
+                        item.buffer.release()
             case _Counts():
                 with self._lock:
                     self._waiting_bytes -= item.counts.nbytes
@@ -310,7 +314,7 @@ class PassSession:
             told = [reason] if reason else []
             if self.dropped:
                 told.append(
-                    f"{self.dropped} passes were dropped: the disk did not keep up, or they were too large"
+                    f"passes dropped: {self.dropped} (the disk did not keep up, or they were too large)"
                 )
             if self._odd_text():
                 told.append(self._odd_text())
@@ -322,7 +326,7 @@ class PassSession:
         self._over(state, reason)
 
     def _over(self, state: RankState, reason: str) -> None:
-        self.free.clear()
+        self.arena = None
         with self._lock:
             self._reason = reason
             self._state = state
@@ -357,12 +361,12 @@ class PassRecorder:
     def __init__(
         self,
         settings: RecorderSettings,
-        make_buffers: Callable[[int, int], list[PassBuffer]],
+        make_arena: MakeArena,
         changed: Callable[[], None],
     ) -> None:
         self.settings = settings
         self.session: PassSession | None = None
-        self._make_buffers = make_buffers
+        self._make_arena = make_arena
         self._changed = changed
         self._last: PassSession | None = None
         self._reported: tuple[object, ...] = ()
@@ -382,7 +386,7 @@ class PassRecorder:
                 return
             if last is not None:
                 last.abort("another recording was ordered")
-            last = self._last = PassSession(order, self.settings, self._make_buffers, self._changed)
+            last = self._last = PassSession(order, self.settings, self._make_arena, self._changed)
             self.session = last
         elif not order.running:
             last.end()

@@ -1,4 +1,4 @@
-"""The forward thread's side of a recording of ids: copies into buffers of fixed size, never a wait.
+"""The forward thread's side of a recording of ids: copies into memory of fixed size, never a wait.
 
 Beside a GPU a pass is gathered in one device buffer and leaves it in one asynchronous copy into pinned memory at its
 end; the writer thread waits for the copy's event. All calls of a pass belong on one stream, as counting does.
@@ -6,6 +6,7 @@ end; the writer thread waits for the copy's event. All calls of a pass belong on
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from evenroute.dist.agreement import Key
 from evenroute.dist.messages import JobShape
-from evenroute.dist.pass_recorder import PassBuffer, PassSession, TokenPass
+from evenroute.dist.pass_recorder import PassSession, TokenPass
 from evenroute.eplb.placement import PlacementRow
 
 _EXTRA = ("token_ids", "positions")
+_ALIGNMENT = 16
 
 
 class RoutedIds(Protocol):
@@ -32,64 +34,133 @@ class RoutedIds(Protocol):
 
 
 class TokenBuffer:
-    """Bytes of one pass on the host, and where they are gathered (the same bytes without a GPU)."""
+    """One pass's piece of the arena: `[L, T, K]` ids, then `[T]` int32 vocabulary ids and positions if given."""
 
-    def __init__(self, num_bytes: int, device: torch.device, staging: Tensor | None) -> None:
-        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._staging = self._host if staging is None else staging
-        self._event = torch.cuda.Event() if staging is not None else None  # type: ignore[no-untyped-call]
-        self._used = 0
-        self._shape: tuple[int, int, int] = (0, 0, 0)
-        self._dtype = torch.int16
+    def __init__(
+        self,
+        arena: PassArena,
+        before: int,
+        start: int,
+        end: int,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        self.before, self.end = before, end
+        self._arena, self._start = arena, start
+        self._shape, self._dtype = shape, dtype
+        self._ids_bytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
+        self._used = ids_bytes(shape, dtype)
         self._extra: dict[str, int] = {}
+        self.event = arena.event()
 
-    def begin(self, shape: tuple[int, int, int], dtype: torch.dtype) -> Sequence[Tensor] | None:
-        """Views ``[T, K]`` of each layer; None where ``[L, T, K]`` ids, token ids and positions do not fit."""
-        size = shape[0] * shape[1] * shape[2] * dtype.itemsize
-        self._used = -(-size // 4) * 4
-        self._shape, self._dtype, self._extra = shape, dtype, {}
-        if self._used + 4 * len(_EXTRA) * shape[1] > self._host.numel():
-            return None
-        return self._staging[:size].view(dtype).view(shape).unbind(0)
+    def views(self) -> Sequence[Tensor]:
+        """``[T, K]`` of each layer, to be filled."""
+        return self._gathered(0, self._ids_bytes).view(self._dtype).view(self._shape).unbind(0)
+
+    def _gathered(self, first: int, end: int) -> Tensor:
+        arena = self._arena
+        if arena.staging is None:
+            return arena.host[self._start + first : self._start + end]
+        return arena.staging[first:end]
 
     def add_extra(self, name: str, values: Tensor) -> None:
         """Vocabulary ids or positions ``[T]`` of the pass."""
         size = 4 * self._shape[1]
-        start = self._extra.setdefault(name, self._used)
-        self._used = max(self._used, start + size)
-        self._staging[start : start + size].view(torch.int32).copy_(values[: self._shape[1]])
+        first = self._extra.setdefault(name, self._used)
+        self._used = max(self._used, first + size)
+        self._gathered(first, first + size).view(torch.int32).copy_(values[: self._shape[1]])
 
     def finish(self) -> None:
         """Enqueue the copy to the host."""
-        if self._event is not None:
-            self._host[: self._used].copy_(self._staging[: self._used], non_blocking=True)
-            self._event.record()
+        if self.event is not None:
+            host = self._arena.host[self._start : self._start + self._used]
+            host.copy_(self._gathered(0, self._used), non_blocking=True)
+            self.event.record()
+
+    def give_back(self) -> None:
+        """The piece was taken last and is not needed (forward thread)."""
+        self._arena.give_back(self)
+
+    def release(self) -> None:
+        """The piece is the oldest and is written (writer thread)."""
+        self._arena.release(self)
 
     def wait(self) -> None:
         """Until the copy is done (writer thread)."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self.event is not None:
+            self.event.synchronize()
 
     def ids(self) -> NDArray[Any]:
         """``[L, T, K]`` on the host."""
-        layers, rows, top_k = self._shape
-        size = layers * rows * top_k * self._dtype.itemsize
-        found: NDArray[Any] = self._host[:size].view(self._dtype).view(self._shape).numpy()
+        piece = self._arena.host[self._start : self._start + self._ids_bytes]
+        found: NDArray[Any] = piece.view(self._dtype).view(self._shape).numpy()
         return found
 
     def extra(self, name: str) -> NDArray[np.int32] | None:
         """``[T]`` on the host; None if it was not given."""
         if name not in self._extra:
             return None
-        start = self._extra[name]
-        found: NDArray[np.int32] = self._host[start : start + 4 * self._shape[1]].view(torch.int32).numpy()
+        first = self._start + self._extra[name]
+        found: NDArray[np.int32] = (
+            self._arena.host[first : first + 4 * self._shape[1]].view(torch.int32).numpy()
+        )
         return found
 
 
-def make_buffers(number: int, num_bytes: int, device: torch.device) -> list[PassBuffer]:
-    """Buffers of one session; the device's gathering buffer is one for all, since passes leave it in order."""
-    staging = torch.empty(num_bytes, dtype=torch.uint8, device=device) if device.type == "cuda" else None
-    return [TokenBuffer(num_bytes, device, staging) for _ in range(number)]
+def ids_bytes(shape: tuple[int, int, int], dtype: torch.dtype) -> int:
+    """Bytes of ``[L, T, K]`` ids, rounded up so that int32 may follow."""
+    return -(-shape[0] * shape[1] * shape[2] * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+class PassArena:
+    """A ring of host bytes (pinned beside a GPU) in which passes wait for the writer, and one gathering buffer on the
+    device, which passes leave in order. Taken by the forward thread, released by the writer thread in the same order.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        num_bytes -= num_bytes % _ALIGNMENT
+        self.largest = num_bytes // 4
+        self.host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+        self.staging = torch.empty(self.largest, dtype=torch.uint8, device=device) if on_gpu else None
+        self._events: deque[torch.cuda.Event] = deque()
+        self._head = self._tail = 0  # bytes ever taken, and released
+
+    def event(self) -> torch.cuda.Event | None:
+        """An event for the copy of one pass; None without a GPU."""
+        if self.staging is None:
+            return None
+        try:
+            return self._events.popleft()
+        except IndexError:
+            return torch.cuda.Event()  # type: ignore[no-untyped-call, no-any-return]
+
+    def take(self, shape: tuple[int, int, int], dtype: torch.dtype) -> TokenBuffer | None:
+        """A piece for one pass; None while there is no room."""
+        size = pass_bytes(shape, dtype)
+        capacity = self.host.numel()
+        start = self._head % capacity
+        skipped = capacity - start if start + size > capacity else 0
+        if self._head + skipped + size - self._tail > capacity:
+            return None
+        before, self._head = self._head, self._head + skipped + size
+        return TokenBuffer(self, before, 0 if skipped else start, self._head, shape, dtype)
+
+    def give_back(self, buffer: TokenBuffer) -> None:
+        """Undo the last taking."""
+        self._head = buffer.before
+
+    def release(self, buffer: TokenBuffer) -> None:
+        """Free the oldest piece."""
+        if buffer.event is not None:
+            self._events.append(buffer.event)
+        self._tail = buffer.end
+
+
+def pass_bytes(shape: tuple[int, int, int], dtype: torch.dtype) -> int:
+    """Bytes that a pass takes, with room for vocabulary ids and positions."""
+    size = ids_bytes(shape, dtype) + 4 * len(_EXTRA) * shape[1]
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class PassTap:
@@ -130,19 +201,18 @@ class PassTap:
         if num_tokens == 0:
             session.offer(TokenPass(step, 0, None, [0] * self._layers, set()))
             return
-        try:
-            buffer = session.free.popleft()
-        except IndexError:
-            session.dropped += 1
+        arena, shape = session.arena, (self._layers, num_tokens, self._top_k)
+        if not isinstance(arena, PassArena):  # it has ended meanwhile
             return
-        assert isinstance(buffer, TokenBuffer)
-        views = buffer.begin((self._layers, num_tokens, self._top_k), self._dtype)
-        if views is None:
-            session.free.append(buffer)
+        if pass_bytes(shape, self._dtype) > arena.largest:
             session.dropped += 1
             session.odd = f"a pass of {num_tokens} rows does not fit a quarter of agent.record_buffer_bytes"
             return
-        self._views = views
+        buffer = arena.take(shape, self._dtype)
+        if buffer is None:
+            session.dropped += 1
+            return
+        self._views = buffer.views()
         self._pass = TokenPass(step, num_tokens, buffer, [0] * self._layers, set())
 
     def add(self, layer: int, routed: RoutedIds | Tensor) -> None:
@@ -215,7 +285,7 @@ class PassTap:
         assert isinstance(found.buffer, TokenBuffer)
         if not any(found.filled):
             self._silent += 1
-            session.free.append(found.buffer)
+            found.buffer.give_back()
             session.odd = f"{self._silent} passes came without ids: does the engine call RankAgent.record?"
             return
         try:

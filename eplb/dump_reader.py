@@ -228,6 +228,8 @@ def read_dump(path: Path) -> LoadSource:
     header = reader.header
     what = "the whole job" if header.scope == "job" else f"rank {header.rank}'s part of the job"
     notes = [f"recorded in mode {header.mode}, {what}", *header.notes, *reader.totals.notes]
+    if reader.totals.num_token_frames:
+        notes.append(f"holds the experts of every token of {reader.totals.num_token_frames} passes")
     return LoadSource(
         path=path,
         kind=f"evenroute dump ({header.mode})",
@@ -247,5 +249,7 @@ def read_dump(path: Path) -> LoadSource:
         phase=header.phase,
         layer_ids=None if header.layer_ids is None else tuple(header.layer_ids),
         placements=reader.placements(),
+        recording=header.recording,
+        part=header.part,
         notes=notes,
     )

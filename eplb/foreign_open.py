@@ -25,7 +25,7 @@ from evenroute.eplb.foreign_arrays import (
     rectangular,
 )
 from evenroute.eplb.foreign_loglines import MARK, read_log
-from evenroute.eplb.foreign_ranks import join_rank_sources
+from evenroute.eplb.foreign_ranks import chain_parts, join_rank_sources
 from evenroute.eplb.foreign_source import (
     LoadSource,
     PlacementEvent,
@@ -89,6 +89,10 @@ def open_sources(
         else:
             opened.sources += found.sources
             opened.errors += found.errors
+    try:
+        opened.sources = chain_parts(opened.sources)
+    except ValueError as error:
+        return Opened([], [*opened.errors, str(error)])
     of_ranks = [source for source in opened.sources if source.scope == "rank"]
     loads = [source for source in opened.sources if source.has_loads]
     if len(of_ranks) > 1 or (of_ranks and len(loads) > len(of_ranks)):

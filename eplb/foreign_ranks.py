@@ -8,11 +8,12 @@ equal in every pass on every rank = copies, anything else = parts. The verdict i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from evenroute.eplb.foreign_source import Counts, LoadSource, Window
+from evenroute.eplb.foreign_source import Counts, LoadSource, PlacementEvent, Window
 
 RankPass = Mapping[int, Counts]  # rank -> counts [L, E] of one pass
 
@@ -47,6 +48,52 @@ def verdict_note(num_ranks: int, copies: bool) -> str:
     return f"the files of {num_ranks} ranks are parts of the job's counts: summed"
 
 
+def chain_parts(sources: Sequence[LoadSource]) -> list[LoadSource]:
+    """The files of one rank's recording as one source, in the order of their parts; others as they are.
+
+    Raises:
+        ValueError: a part is there twice.
+    """
+    groups: dict[tuple[object, ...], list[LoadSource]] = {}
+    for number, source in enumerate(sources):
+        key = (source.recording, source.rank) if source.recording else (number,)
+        groups.setdefault(key, []).append(source)
+    return [_chained(group) if len(group) > 1 or group[0].part > 1 else group[0] for group in groups.values()]
+
+
+def _chained(group: Sequence[LoadSource]) -> LoadSource:
+    parts = sorted(group, key=lambda source: source.part)
+    numbers = [source.part for source in parts]
+    for source, following in zip(parts, parts[1:], strict=False):
+        if source.part == following.part:
+            raise ValueError(
+                f"{following.path}: part {source.part} of the recording is also in {source.path}"
+            )
+    missing = sorted(set(range(1, numbers[-1] + 1)) - set(numbers))
+    first = parts[0]
+    placements: list[PlacementEvent] = []
+    for source in parts:
+        for event in source.placements:  # every part begins with the placement in use
+            if not placements or event.step != placements[-1].step:
+                placements.append(event)
+
+    def open_windows() -> Iterator[Window]:
+        for source in parts:
+            yield from source.windows()
+
+    counted = [source.num_windows for source in parts]
+    notes = list(dict.fromkeys(note for source in parts for note in source.notes))
+    if missing:
+        notes.append(f"{first.path.name}: part {', '.join(map(str, missing))} of this recording is missing")
+    return replace(
+        first,
+        open_windows=open_windows,
+        num_windows=None if None in counted else sum(number or 0 for number in counted),
+        placements=placements,
+        notes=notes,
+    )
+
+
 def join_rank_sources(path: Path, sources: Sequence[LoadSource]) -> LoadSource:
     """One source for the whole job out of one source per rank, matched window by window.
 
@@ -60,7 +107,9 @@ def join_rank_sources(path: Path, sources: Sequence[LoadSource]) -> LoadSource:
     ranks = [source.rank for source in sources]
     twice = {rank for rank in ranks if ranks.count(rank) > 1}
     if twice:
-        raise ValueError(f"{path}: two files say they are rank {min(r for r in twice if r is not None)}")
+        rank = min(r for r in twice if r is not None)
+        names = " and ".join(source.path.name for source in sources if source.rank == rank)
+        raise ValueError(f"{path}: {names} say they are rank {rank}: give the files of one recording")
     shapes = {source.shape for source in sources}
     if len(shapes) != 1:
         raise ValueError(f"{path}: ranks differ in (layers, experts): {sorted(shapes)}")
@@ -92,6 +141,8 @@ def join_rank_sources(path: Path, sources: Sequence[LoadSource]) -> LoadSource:
             )
 
     first = sources[0]
+    # Ranks begin at steps of their own; all know the same placements.
+    longest = min(sources, key=lambda s: (s.placements[0].step or 0) if s.placements else 1 << 62)
     return LoadSource(
         path=path,
         kind=f"{first.kind}, {len(sources)} ranks",
@@ -105,7 +156,8 @@ def join_rank_sources(path: Path, sources: Sequence[LoadSource]) -> LoadSource:
         model=first.model,
         phase=first.phase,
         layer_ids=first.layer_ids,
-        placements=first.placements,
+        placements=longest.placements,
+        num_nodes=first.num_nodes,
         placement_map=first.placement_map,
         notes=[verdict_note(len(sources), copies), *dict.fromkeys(n for s in sources for n in s.notes)],
     )

@@ -97,6 +97,8 @@ class LoadSource:
         placement_map: a placement stated by the file that may break the rules of `Placement`.
         layer_ids: the model's index of each row; None = 0..L-1.
         key: the placement's key in a placement set, else empty.
+        recording, part: what the files of one recording have in common (empty = not known), and which of a rank's
+            files this is, from 1 on.
         notes: what a reader has to know about the figures (one line each).
     """
 
@@ -120,6 +122,8 @@ class LoadSource:
     placements: list[PlacementEvent] = field(default_factory=list)
     placement_map: PlacementMap | None = None
     key: str = ""
+    recording: str = ""
+    part: int = 1
     notes: list[str] = field(default_factory=list)
     time_line: list[dict[str, Any]] = field(default_factory=list)  # balancedness an engine logged itself
     has_loads: bool = True

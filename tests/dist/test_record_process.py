@@ -1,0 +1,192 @@
+"""`evenroute record` in the modes per_pass and per_token on a job of real processes, a kill -9 included."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evenroute.eplb.dump_reader import DumpReader
+from evenroute.eplb.store import StoreReader
+from support.command import assert_one_line_error, evenroute
+from support.control_plane import RebalancerProcess, patience, wait_for
+from support.record_job import RecordJob
+
+# Full plans at short intervals: slots move while ids are recorded as physical ones.
+FLAGS = ["--interval", "1s", "--policy", "global"]
+
+
+def files_of(folder: Path, rank: int) -> list[Path]:
+    parts = {
+        int(m[1] or 1): p
+        for p in folder.iterdir()
+        if (m := re.fullmatch(rf"x-rank{rank}(?:\.part(\d+))?\.evd", p.name))
+    }
+    return [parts[number] for number in sorted(parts)]
+
+
+def counted(ids: np.ndarray, experts: int) -> np.ndarray:
+    """[L, T, K] -> [L, E]."""
+    return np.stack([np.bincount(row[row >= 0], minlength=experts) for row in ids.reshape(len(ids), -1)])
+
+
+def check_stored(job: RecordJob, store: Path) -> None:
+    """Window totals go on beside a recording: all that was routed is in the store, once."""
+    with StoreReader(store) as reader:
+        _, stored = reader.total_counts()
+    routed = sum(
+        counted(ids, job.options.num_experts) for rank in range(2) for ids in job.routed(rank).values()
+    )
+    np.testing.assert_array_equal(stored, routed)
+
+
+def test_ids_of_every_token_over_switches_and_a_killed_rebalancer(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    records.mkdir()
+    rebalancer = RebalancerProcess(tmp_path, flags=FLAGS)
+    with rebalancer:
+        agent = {"rebalancer": rebalancer.address, "record_dir": str(records), "record_part_bytes": 65536}
+        with RecordJob(tmp_path, 2, agent=agent) as job:
+            job.wait_more(20)
+            started = evenroute("record", "start", rebalancer.address, "--mode", "per_token", "--name", "x")
+            assert (started.status, started.err) == (0, ""), started
+            assert "2 ranks record" in started.out
+            assert str(records / "x-rank0.evd") in started.out
+            begun = [len(job.rows(rank)) for rank in range(2)]
+            assert evenroute("record", "start", rebalancer.address).status == 2  # one at a time
+            job.wait_more(60)
+            kill_at = len(job.rows(0))
+            rebalancer.kill()
+            job.wait_more(60)  # nobody is there, and both route and record
+            rebalancer.start()
+            wait_for(lambda: rebalancer.status().state == "serving", 60, "the next life")
+            wait_for(
+                lambda: all(r.recording is not None for r in rebalancer.status().ranks),
+                30,
+                "the ranks' reports",
+            )
+            text = evenroute("status", rebalancer.address).out
+            assert "recording  on, per_token x: ranks 2 recording" in text
+            job.wait_more(60)
+            ended = [len(job.rows(rank)) for rank in range(2)]
+            stopped = evenroute("record", "stop", rebalancer.address, "--timeout", 60)
+            assert (stopped.status, stopped.err) == (0, ""), stopped
+            assert len(re.findall(r"^rank \d: ended, [\d,]+ passes", stopped.out, re.MULTILINE)) == 2
+            again = evenroute("record", "dump", rebalancer.address)
+            assert again.out == stopped.out.partition("\n")[2]
+            assert evenroute("record", "dump", rebalancer.address, "-o", tmp_path / "windows.evd").status == 0
+            job.wait_more(5)
+            assert job.finish() == [0, 0], job.logs()
+        for rank in range(2):
+            times = [at for _, _, at, _ in job.rows(rank)]
+            assert np.diff(times).max() < 3 * patience(), "a rank stood still"
+            found = [frame for path in files_of(records, rank) for frame in DumpReader(path).tokens()]
+            steps = [frame.step for frame in found]
+            assert steps == sorted(set(steps))
+            routed = job.routed(rank)
+            dropped = [s for s in range(steps[0], steps[-1] + 1) if s not in set(steps)]
+            notes = [note for path in files_of(records, rank) for note in DumpReader(path).totals.notes]
+            assert bool(dropped) == any("passes dropped" in note for note in notes)
+            assert len(dropped) <= len(steps) // 10
+            # All between the commands is there, the time without a rebalancer too.
+            assert steps[0] <= begun[rank] + 1  # a step may be under way at the start, and one at the end
+            assert steps[-1] >= ended[rank] - 2
+            assert steps[0] < kill_at < steps[-1]
+            for frame in found:
+                assert np.array_equal(frame.ids, routed[frame.step]), (rank, frame.step)
+                rows = routed[frame.step].shape[1]
+                if rows:
+                    assert frame.token_ids is not None
+                    assert frame.positions is not None
+                    assert frame.token_ids.tolist() == [frame.step + row for row in range(rows)]
+                    assert frame.positions.tolist() == [2 * row + rank for row in range(rows)]
+        events = [event for path in files_of(records, 0) for event in DumpReader(path).placements()]
+        maps = {event.placement.physical_to_logical.tobytes() for event in events}
+        assert len(maps) > 2, "no slot moved: the test shows less than it should"
+        check_stored(job, tmp_path / "run.db")
+    inspected = evenroute("inspect", records, "--json")
+    assert inspected.status == 0, inspected
+    facts = inspected.json["sources"][0]
+    steps_of = [
+        {frame.step for path in files_of(records, rank) for frame in DumpReader(path).tokens()}
+        for rank in range(2)
+    ]
+    expected = sum(counted(job.routed(rank)[step], 16) for rank in range(2) for step in steps_of[rank])
+    assert facts["routed"] == int(expected.sum())
+    assert facts["tokens"] == sum(job.routed(r)[s].shape[1] for r in range(2) for s in steps_of[r])
+    assert (facts["ranks"], facts["ep_size"]) == ([0, 1], 2)
+    assert facts["num_incomplete_windows"] == len(steps_of[0] ^ steps_of[1])
+
+
+def test_counts_of_every_pass_beside_unchanged_windows(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    records.mkdir()
+    with RebalancerProcess(tmp_path, flags=FLAGS) as rebalancer:
+        agent = {"rebalancer": rebalancer.address, "record_dir": str(records), "window_steps": 8}
+        # No call of agent.record at all: counts of passes need none.
+        with RecordJob(tmp_path, 2, agent=agent, silent=True) as job:
+            job.wait_more(20)
+            assert (
+                evenroute("record", "start", rebalancer.address, "--mode", "per_pass", "--name", "x").status
+                == 0
+            )
+            job.wait_more(80)
+            assert evenroute("record", "stop", rebalancer.address, "--timeout", 60).status == 0
+            job.wait_more(20)
+            assert (
+                evenroute("record", "start", rebalancer.address, "--mode", "per_pass", "--name", "y").status
+                == 0
+            )
+            job.wait_more(30)  # this one the ranks end themselves, with the job
+            assert job.finish() == [0, 0], job.logs()
+        for rank in range(2):
+            routed = job.routed(rank)
+            for name, least in (("x", 70), ("y", 20)):
+                windows = list(DumpReader(records / f"{name}-rank{rank}.evd").windows())
+                covered = [s for w in windows for s in range(w.first_step, w.last_step + 1)]
+                assert covered == list(range(covered[0], covered[-1] + 1))
+                assert len(covered) >= least
+                for window in windows:
+                    passes = [routed[s] for s in range(window.first_step, window.last_step + 1)]
+                    assert np.array_equal(window.counts, sum(counted(ids, 16) for ids in passes))
+                    assert window.tokens == sum(ids.shape[1] for ids in passes)
+            assert covered[-1] == max(routed), "the job's last pass is missing"
+        check_stored(job, tmp_path / "run.db")
+        with StoreReader(tmp_path / "run.db") as reader:
+            lengths = {row.last_step - row.first_step + 1 for row in reader.windows()}
+        assert min(lengths - {min(lengths)} or lengths) >= 8, "a recording changed the windows"
+
+
+def test_a_recording_that_no_rank_can_make_is_refused_with_the_reasons(tmp_path: Path) -> None:
+    with RebalancerProcess(tmp_path, flags=FLAGS) as rebalancer:
+        refused = evenroute("record", "start", rebalancer.address, "--mode", "per_token")
+        assert_one_line_error(refused, "no running job")
+        with RecordJob(tmp_path, 2, agent={"rebalancer": rebalancer.address}) as job:
+            job.wait_more(20)
+            refused = evenroute("record", "start", rebalancer.address, "--mode", "per_token")
+            assert refused.status == 2
+            lines = refused.err.splitlines()
+            assert lines[:2] == [
+                f"rank {r}: refused: agent.record_dir is not set on this rank" for r in range(2)
+            ]
+            assert (
+                lines[2]
+                == "evenroute: error: no rank records, so the recording was ended; the reasons are above"
+            )
+            assert_one_line_error(evenroute("record", "stop", rebalancer.address), "no recording runs")
+            assert rebalancer.status().recording is False
+            job.wait_more(5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--mode", "per_tokens"], ["--mode", "per_tokens", "stat, per_pass, per_token"]),
+        (["--mode", "per_token", "--name", "../x"], ["--name", "../x", "letters"]),
+        (["--name", "x"], ["--name", "--mode per_pass or per_token"]),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_is_sent(flags: list[str], parts: list[str]) -> None:
+    assert_one_line_error(evenroute("record", "start", "ipc:///nowhere/x.sock", *flags), *parts)
