@@ -94,6 +94,10 @@ class EpBench:
         """All cells that fit into the limit, and the report."""
         cells: list[dict[str, Any]] = []
         longest = 0.0
+        if self.rebalancers is not None:
+            self.rebalancers.wait_compiled()
+        torch_dist.barrier(group=self.groups.vote)
+        self.began = time.monotonic()
         for number, case in enumerate(todo):
             if self._together(time.monotonic() - self.began + longest > self.args.limit_s):
                 break
@@ -183,7 +187,7 @@ def run_rank(args: argparse.Namespace, on_gpu: bool) -> int:
         if args.json:
             print(json.dumps(report), flush=True)
         else:
-            print_report(report, Console(width=None if sys.stdout.isatty() else 160))
+            print_report(report, Console(width=None if sys.stdout.isatty() else 168))
     torch_dist.destroy_process_group()
     return 0 if outputs_hold(report) else 1
 

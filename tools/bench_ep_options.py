@@ -112,7 +112,12 @@ def _parser(on_gpu: bool, description: str | None) -> argparse.ArgumentParser:
         help="whole layers that may be in transfer at once (default: 2)",
     )
     add("--agree-every", type=int, default=4, help="steps between two votes (default: 4)")
-    add("--limit-s", type=float, default=180.0, help="no new cell begins that would end later (default: 180)")
+    add(
+        "--limit-s",
+        type=float,
+        default=180.0,
+        help="no cell begins that would end later; counted once the planner is compiled (default: 180)",
+    )
     add("--cell-limit-s", type=float, default=15.0, help="a cell's steps end after so long (default: 15)")
     add("--json", action="store_true", help="one JSON object on stdout and nothing else")
     add("--report", type=Path, help="write that object here, too")

@@ -97,9 +97,12 @@ class Rebalancers:
         code = "from evenroute.eplb.warm_up import warm_up; warm_up()"
         self._compiling = subprocess.Popen([sys.executable, "-c", code])
 
+    def wait_compiled(self) -> None:
+        """Until the planner comes from the cache; subprocess.TimeoutExpired beyond all reason."""
+        self._compiling.wait(COMPILE_LIMIT_S)
+
     def address(self, cell: int) -> str:
         """The one of this cell serves when this returns; that of the next cell is on its way."""
-        self._compiling.wait(COMPILE_LIMIT_S)
         for number in (cell, cell + 1) if self._ahead else (cell,):
             if number < len(self._policies) and number not in self._started:
                 self._started[number] = CellRebalancer(self._policies[number], self._windows)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 PHASES = ("before", "during", "after")
+FEWEST_CHUNKS = 8
 NOTES = {
     "no plan": "no plan gained 0.01",
     "late": "not done in time",
@@ -23,8 +24,9 @@ def _migration(cell: dict[str, Any]) -> str:
     found = cell["bandwidth"]
     if not found:
         return NOTES.get(cell["ended"], "-")
-    share = found.get("of_plain")
-    plain = "" if share is None or share != share else f" ({share:.0%})"
+    share = found["of_plain"]
+    # A handful of chunks is mostly latency, which a plain exchange has as well.
+    plain = "" if found["chunks"] < FEWEST_CHUNKS or share != share else f" ({share:.0%})"
     return f"{found['migration_gb_s']:.3g}{plain}"
 
 
@@ -35,7 +37,7 @@ def cell_table(report: dict[str, Any]) -> Table:
         title_justify="left",
     )
     for name in ("traffic", "red.", "dispatch", "policy"):
-        table.add_column(name, no_wrap=name != "traffic", overflow="fold")
+        table.add_column(name, no_wrap=name != "traffic", overflow="fold", min_width=4)
     for name in ("step, ms", "1,000 tokens/s", "balancedness", "pred.", "moved", "steps", "GB/s (of plain)"):
         table.add_column(name, justify="right", no_wrap=name != "GB/s (of plain)")
     for cell in report["cells"]:

@@ -104,7 +104,7 @@ def test_the_table_says_what_is_missing_and_why() -> None:
         "after": None,
         "bandwidth": {},
     }
-    found = {"migration_gb_s": 250.0, "of_plain": 0.8}
+    found = {"migration_gb_s": 250.0, "of_plain": 0.8, "chunks": 40}
     done = {**cell, "ended": "done", "before": phase(0.5), "during": phase(0.7), "after": phase(0.9)}
     outputs = {
         "steps_a_rank": 9,
@@ -118,7 +118,7 @@ def test_the_table_says_what_is_missing_and_why() -> None:
         "device": "a GPU",
         "ranks": 8,
         "sizes": dict.fromkeys(names, 8),
-        "cells": [none, {**done, "bandwidth": found}],
+        "cells": [none, {**done, "bandwidth": found}, {**done, "bandwidth": {**found, "chunks": 2}}],
         "agent_step": {"vote": {"count": 5, "median_us": 100.0, "p99_us": 250.0}},
         "outputs": outputs,
         "not_run": ["zipf, 8 redundant, static"],
@@ -129,6 +129,7 @@ def test_the_table_says_what_is_missing_and_why() -> None:
     assert "no plan gained 0.01" in shown
     assert "0.500 / 0.700 / 0.900" in shown
     assert "250 (80%)" in shown
+    assert shown.count("(80%)") == 1, "two chunks say nothing about bandwidth"
     assert "not run (--limit-s): zipf, 8 redundant, static" in shown
     assert not outputs_hold(report), "a slot with wrong weights ends the bench with 1"
     assert not outputs_hold({**report, "cells": [], "outputs": {**outputs, "wrong_slots": 0}}), (
