@@ -230,12 +230,15 @@ class RoutedGate(nn.Module):
     def __init__(self, gate: nn.Module, router: Router, layer: int) -> None:
         super().__init__()
         self.gate, self.router, self.layer = gate, router, layer
+        self.agent: RankAgent | None = None  # told what was routed, once it has started
 
     def forward(self, hidden: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """``hidden [..., H]`` -> logits ``[T, E]``, weights ``[T, K]`` fp32, physical ids ``[T, K]`` int32."""
         logits = self.gate(hidden)[0] if bias is None else self.gate(hidden, bias)[0]
         own = getattr(self.gate, "e_score_correction_bias", None) if bias is None else bias
         routed = self.router(logits, self.layer, bias=own)
+        if self.agent is not None:
+            self.agent.record(self.layer, routed)
         return logits, routed.weights, routed.physical_ids
 
 
@@ -262,6 +265,10 @@ class AdaptedModel:
     def step(self, num_tokens: int, *, count: bool = True) -> StepResult:
         """Begin a forward pass of ``num_tokens`` rows here; on every rank equally often. See `RankAgent.step`."""
         return self.agent.step(num_tokens, count=count)
+
+    def record_inputs(self, token_ids: Tensor | None = None, positions: Tensor | None = None) -> None:
+        """Vocabulary ids and positions of this pass's rows, for recordings of tokens. See `RankAgent.record_inputs`."""
+        self.agent.record_inputs(token_ids, positions)
 
     def close(self) -> None:
         """Hand in the last counts and end the threads."""
@@ -364,4 +371,6 @@ def adapt(
         ep_group=_sub_group(group, "gloo"),
         mover=mover,
     )
+    for block in blocks:
+        block.module.gate.agent = started
     return AdaptedModel(started, router, mover, blocks)

@@ -7,6 +7,7 @@ equal in every pass on every rank = copies, anything else = parts. The verdict i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +65,7 @@ def chain_parts(sources: Sequence[LoadSource]) -> list[LoadSource]:
 def _chained(group: Sequence[LoadSource]) -> LoadSource:
     parts = sorted(group, key=lambda source: source.part)
     numbers = [source.part for source in parts]
-    for source, following in zip(parts, parts[1:], strict=False):
+    for source, following in itertools.pairwise(parts):
         if source.part == following.part:
             raise ValueError(
                 f"{following.path}: part {source.part} of the recording is also in {source.path}"

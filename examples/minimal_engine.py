@@ -35,6 +35,7 @@ def forward(hidden: torch.Tensor) -> torch.Tensor:
         routed = router(
             gate(hidden), layer
         )  # weights and physical_ids [tokens, top_k]; counted in the same call
+        agent.record(layer, routed)  # for `evenroute record start --mode per_token`; else next to nothing
         hidden = hidden + experts(hidden, routed.physical_ids, routed.weights)
     return hidden
 

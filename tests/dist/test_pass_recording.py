@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from evenroute.dist import pass_recorder
+from evenroute.dist.adapter_torch import RoutedGate
 from evenroute.dist.control import RecordStart, StatusRequest, decode_order, decode_request, encode_control
 from evenroute.dist.messages import JobShape, MessageError
 from evenroute.dist.pass_files import PassFiles
@@ -170,6 +171,31 @@ def test_several_calls_a_layer_append_and_rows_that_never_came_are_told(tmp_path
     assert frame.token_ids.tolist() == list(range(100, 105))
     assert frame.positions.tolist() == list(range(7, 12))
     assert "lack rows of some layers: 1" in report.reason
+
+
+def test_rank_0_records_for_all_where_tokens_are_shared(tmp_path: Path) -> None:
+    shared = msgspec.structs.replace(JOB, shared_counts=True)
+    rank = begin(recorder_in(tmp_path, job=shared, rank=0))
+    ids = rank.forward(5)
+    rank.done()
+    reader = DumpReader(tmp_path / "x-rank0.evd")
+    assert (reader.header.scope, reader.header.rank) == ("job", None)
+    assert np.array_equal(next(reader.tokens()).ids, ids)
+    other = recorder_in(tmp_path, job=shared, rank=1)
+    begin(other)
+    assert last_report(other).state == "refused"
+    assert "rank 0 records for all" in last_report(other).reason
+
+
+def test_an_adapted_model_tells_what_its_gates_routed() -> None:
+    told: list[tuple[int, object]] = []
+    agent = SimpleNamespace(record=lambda layer, routed: told.append((layer, routed)))
+    routed = SimpleNamespace(weights=torch.ones(2, 2), physical_ids=torch.zeros(2, 2, dtype=torch.int32))
+    gate = RoutedGate(torch.nn.Linear(4, 8), lambda *_, **__: routed, 3)  # type: ignore[arg-type]
+    gate(torch.ones(2, 4))
+    gate.agent = agent  # type: ignore[assignment]
+    gate(torch.ones(2, 4))
+    assert told == [(3, routed)]
 
 
 def test_counts_of_passes_are_exact_and_merged_ones_are_counted(tmp_path: Path) -> None:
