@@ -9,6 +9,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import math
+import os
+import re
 import tomllib
 import types
 import typing
@@ -16,15 +19,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evenroute.dist.address import check_bind, parse_address
+from evenroute.eplb.store_schema import APPLICATION_ID
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 POLICIES = ("auto", "global", "hierarchical", "incremental", "weighted")
 INTERVAL_UNITS = ("seconds", "windows")
+DEFAULT_PLANNER = "evenroute.eplb.planner:plan_placement"
 
 
 def _require(section: str, name: str, value: object, good: bool, allowed: str) -> None:
     if not good:
         raise ValueError(f"{section}.{name}: {value!r} found, expected {allowed}")
+
+
+def _require_finite(section: str, settings: typing.Any) -> None:
+    for entry in dataclasses.fields(settings):
+        value = getattr(settings, entry.name)
+        finite = not isinstance(value, float) or math.isfinite(value)
+        _require(section, entry.name, value, finite, "a finite number")
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,7 @@ class RebalancerSettings:
     listen_s: float = 10.0  # at start: ranks of a known run are waited for so long
 
     def __post_init__(self) -> None:
+        _require_finite("rebalancer", self)
         for name in ("keep_windows_s", "roll_up_s", "max_rank_silence_s", "version_limit_s", "listen_s"):
             _require("rebalancer", name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
         _require(
@@ -87,9 +100,10 @@ class PlannerSettings:
     max_moves: int | None = None
     time_limit_s: float = 60.0
     degraded_after: int = 3  # intervals without a successful plan
-    function: str = "evenroute.eplb.planner:plan_placement"  # MODULE:FUNCTION of the same signature
+    function: str = DEFAULT_PLANNER  # MODULE:FUNCTION of the same signature
 
     def __post_init__(self) -> None:
+        _require_finite("planner", self)
         _require("planner", "interval", self.interval, self.interval > 0, "a number above 0")
         _require(
             "planner",
@@ -121,7 +135,7 @@ class PlannerSettings:
             "planner",
             "function",
             self.function,
-            bool(module and colon and name.isidentifier()),
+            bool(colon) and all(part.isidentifier() for part in (*module.split("."), name)),
             "MODULE:FUNCTION",
         )
 
@@ -172,6 +186,7 @@ class AgentConfig:
     record_max_bytes: int = 8 * 1024 * 1024 * 1024  # all recordings of this rank in record_dir together
 
     def __post_init__(self) -> None:
+        _require_finite("agent", self)
         for name in ("record_buffer_bytes", "record_part_bytes", "record_max_bytes"):
             _require("agent", name, getattr(self, name), getattr(self, name) >= 65536, "at least 65536")
         for name in ("top_k", "window_steps", "agree_every"):
@@ -222,15 +237,22 @@ class RebalancerConfig:
             has_keys=bool(self.security.keys),
             insecure=self.security.insecure,
         )
-        for name, path in (("store", Path(settings.store)), ("ready_file", Path(settings.ready_file or "."))):
-            if not path.absolute().parent.is_dir():
-                raise ValueError(f"rebalancer.{name}: folder {path.absolute().parent} does not exist")
+        _check_store(Path(settings.store))
+        if settings.ready_file:
+            ready = Path(settings.ready_file)
+            _check_folder("rebalancer.ready_file", ready)
+            if ready.is_dir():
+                raise ValueError(f"rebalancer.ready_file: {ready} is a folder, expected a file's name")
         if address.ipc_path is not None and not address.ipc_path.absolute().parent.is_dir():
             raise ValueError(f"rebalancer.bind: folder {address.ipc_path.absolute().parent} does not exist")
         if self.security.keys:
             from evenroute.dist.keys import load_server_keys
 
             load_server_keys(Path(self.security.keys))
+        if self.planner.enabled and self.planner.function != DEFAULT_PLANNER:
+            from evenroute.dist.planner_process import check_planner
+
+            check_planner(self.planner.function)
         return self._warnings()
 
     def _warnings(self) -> list[str]:
@@ -266,6 +288,34 @@ class RebalancerConfig:
             for section in ("rebalancer", "planner", "security")
             for name, value in dataclasses.asdict(getattr(self, section)).items()
         )
+
+
+def _check_folder(field: str, path: Path) -> None:
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{field}: folder {folder} does not exist")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{field}: folder {folder} cannot be written")
+
+
+def _check_store(path: Path) -> None:
+    """ValueError, or StoreError, unless there is a store at `path` or one can be made there."""
+    field = "rebalancer.store"
+    _check_folder(field, path)
+    if path.is_dir():
+        raise ValueError(f"{field}: {path} is a folder, expected a file's name")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{field}: {path} is not a regular file")
+    if path.exists() and not os.access(path, os.R_OK | os.W_OK):
+        raise ValueError(f"{field}: {path} cannot be read and written")
+    if path.exists() and path.stat().st_size:
+        # Not through SQLite, which would put its own files beside one of the names of a store that is in use.
+        with path.open("rb") as file:
+            header = file.read(72)
+        if header[:16] != b"SQLite format 3\0" or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
+            raise ValueError(
+                f"{field}: {path} exists and is not an evenroute store; expected one, or a free path"
+            )
 
 
 SECTIONS: dict[str, type] = {
@@ -347,12 +397,11 @@ def load_config(path: Path | None, overrides: dict[str, dict[str, object]] | Non
 
 def parse_interval(text: str) -> tuple[float, str]:
     """`60` or `1.5s` -> seconds, `4w` -> windows; ValueError naming --interval."""
-    unit = "windows" if text.endswith("w") else "seconds"
-    try:
-        value = float(text.rstrip("sw"))
-    except ValueError:
-        raise ValueError(f"--interval: {text!r} found, expected seconds (60, 1.5s) or windows (4w)") from None
-    return value, unit
+    found = re.fullmatch(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)([sw]?)", text, re.ASCII)
+    value = math.nan if found is None else float(found[1])
+    if found is None or not math.isfinite(value):
+        raise ValueError(f"--interval: {text!r} found, expected seconds (60, 1.5s) or windows (4w)")
+    return value, "windows" if found[2] == "w" else "seconds"
 
 
 def load_agent_config(path: Path) -> AgentConfig:

@@ -4,30 +4,57 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from dataclasses import dataclass
 
 LIMIT_PER_MINUTE = 20
+_PERIOD_S = 60.0
+_LONGEST_PERIOD_S = 3600.0
+
+
+@dataclass
+class _Kind:
+    """Lines of one kind: told and kept back in this period. A flood that goes on gets one line a period."""
+
+    since: float
+    period_s: float = _PERIOD_S
+    told: int = 0
+    kept_back: int = 0
+    flooding: bool = False
 
 
 class LimitedLog:
-    """Tells no more than so many lines a minute of one kind, and how many it kept back."""
+    """Tells the first lines of a kind, and how many it kept back: a minute later, then less and less often."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._told: Counter[str] = Counter()
-        self._since = time.monotonic()
+        self._kinds: dict[str, _Kind] = {}
 
-    def tell(self, level: int, kind: str, text: str) -> bool:
-        """Log `kind: text`; False when it was kept back."""
+    def tell(self, level: int, kind: str, text: str, *, limit: int = LIMIT_PER_MINUTE) -> bool:
+        """Log `kind: text` unless `limit` lines of its kind were told lately; False when it was kept back."""
         now = time.monotonic()
-        if now - self._since >= 60.0:
-            for name, number in self._told.items():
-                if number > LIMIT_PER_MINUTE:
-                    self._logger.warning("%s: %d more in the last minute", name, number - LIMIT_PER_MINUTE)
-            self._told.clear()
-            self._since = now
-        self._told[kind] += 1
-        if self._told[kind] > LIMIT_PER_MINUTE:
+        self.turn(now)
+        state = self._kinds.setdefault(kind, _Kind(now))
+        if state.flooding or state.told >= limit:
+            state.kept_back += 1
             return False
+        state.told += 1
         self._logger.log(level, "%s: %s", kind, text)
         return True
+
+    def turn(self, now: float) -> None:
+        """Say what was kept back in the periods that are over; to be called once a second or so."""
+        for kind, state in list(self._kinds.items()):
+            if now - state.since < state.period_s:
+                continue
+            if not state.kept_back:
+                del self._kinds[kind]
+                continue
+            minutes = round(state.period_s / 60)
+            self._logger.warning(
+                "%s: %d more in the last %s",
+                kind,
+                state.kept_back,
+                "minute" if minutes == 1 else f"{minutes} minutes",
+            )
+            longer = min(2 * state.period_s, _LONGEST_PERIOD_S)
+            self._kinds[kind] = _Kind(now, longer, flooding=True)

@@ -145,6 +145,16 @@ class RouterLink:
             return False
         return True
 
+    def in_place(self) -> bool:
+        """Whether ranks can find it: an ipc socket's file is there, and is this one."""
+        if self._socket_file is None:
+            return True
+        path, inode = self._socket_file
+        try:
+            return path.stat().st_ino == inode
+        except OSError:
+            return False
+
     def close(self) -> None:
         """Close within the linger time and remove the socket file."""
         self.socket.close()

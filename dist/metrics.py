@@ -78,7 +78,7 @@ def counter_values(status: Status) -> dict[str, list[tuple[tuple[str, ...], floa
     found: dict[str, list[tuple[tuple[str, ...], float]]] = {
         name: [((), float(count.get(source, 0)))] for name, source in plain.items()
     }
-    rejected = ("decode", "content", "role", "internal")
+    rejected = ("decode", "content", "role", "other_job", "internal")
     found["messages_rejected"] = [((kind,), float(count.get(f"rejected_{kind}", 0))) for kind in rejected]
     found["plans"] = [(("succeeded",), float(status.plans_succeeded))]
     found["plans"] += [((kind,), float(number)) for kind, number in sorted(status.plan_errors.items())]

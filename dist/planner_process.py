@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import inspect
 import os
 import selectors
 import signal
@@ -23,6 +24,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from evenroute.dist.config import DEFAULT_PLANNER
 from evenroute.dist.messages import WirePlacement, pack_placement
 from evenroute.eplb.loads import Balancedness
 from evenroute.eplb.placement import Placement
@@ -30,7 +32,8 @@ from evenroute.eplb.topology import Topology
 
 _LENGTH_BYTES = 4
 _MAX_REPLY_BYTES = 64 * 1024 * 1024
-_DEFAULT_FUNCTION = "evenroute.eplb.planner:plan_placement"
+_DEFAULT_FUNCTION = DEFAULT_PLANNER
+CHECK_LIMIT_S = 60.0
 START_LIMIT_S = 300.0  # until a child is ready; a first compilation takes a minute on a busy host
 
 
@@ -240,25 +243,36 @@ def _total(found: object) -> float | None:
     return found.total
 
 
+def _arguments(
+    loads: NDArray[np.float64], current: Placement, request: PlanRequest
+) -> tuple[tuple[NDArray[np.float64]], dict[str, Any]]:
+    """How a planner is called: what `check_planner` binds and `plan` passes."""
+    return (loads,), {
+        "topology": current.topology,
+        "num_slots": current.num_slots,
+        "num_groups": request.num_groups,
+        "current": current,
+        "policy": request.policy,
+        "target": request.target,
+        "max_moves": request.max_moves,
+    }
+
+
+def _find(function: str) -> Any:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def plan(request: PlanRequest) -> PlanReply:
     """Run the planner on one request; its exceptions come back as text."""
     try:
-        module, _, name = request.function.partition(":")
-        function = getattr(importlib.import_module(module), name)
+        function = _find(request.function)
         current = _placement(request.current)
         loads: NDArray[np.float64] = (
             np.frombuffer(request.loads, "<f8").reshape(current.num_layers, -1).astype(np.float64)
         )
-        options: dict[str, Any] = {"target": request.target, "max_moves": request.max_moves}
-        found = function(
-            loads,
-            topology=current.topology,
-            num_slots=current.num_slots,
-            num_groups=request.num_groups,
-            current=current,
-            policy=request.policy,
-            **options,
-        )
+        positional, named = _arguments(loads, current, request)
+        found = function(*positional, **named)
         return PlanReply(
             cycle=request.cycle,
             placement=pack_placement(found.placement),
@@ -272,6 +286,41 @@ def plan(request: PlanRequest) -> PlanReply:
         return PlanReply(
             cycle=request.cycle, error=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         )
+
+
+def _misfit(function: str) -> str | None:
+    """Why `function` cannot be a planner: not importable, not callable, or not with a planner's arguments."""
+    try:
+        found = _find(function)
+    except Exception as error:
+        return f"cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if not callable(found):
+        return f"is a {type(found).__name__}, not a function"
+    current = Placement.initial(1, 1, 1, Topology(1))
+    wire = pack_placement(current)
+    positional, named = _arguments(
+        np.zeros((1, 1)), current, PlanRequest(0, "", b"", wire, "", 1, None, None)
+    )
+    try:
+        inspect.signature(found).bind(*positional, **named)
+    except (TypeError, ValueError) as error:
+        return f"does not take a planner's arguments (loads, {', '.join(named)}): {error}"
+    return None
+
+
+def check_planner(function: str, limit_s: float = CHECK_LIMIT_S) -> None:
+    """ValueError in one line unless `function` imports, in a process of its own, and takes a planner's arguments."""
+    command = [sys.executable, "-m", "evenroute.dist.planner_process", "--check", function]
+    field = f"planner.function (--planner): {function!r}"
+    expected = "expected MODULE:FUNCTION with the signature of evenroute.eplb.planner.plan_placement"
+    try:
+        found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{field} was not imported within {limit_s:g} s; {expected}") from None
+    if found.returncode:
+        lines = found.stderr.decode(errors="replace").strip().splitlines()
+        said = lines[-1] if found.returncode == 1 and lines else f"ended its process with {found.returncode}"
+        raise ValueError(f"{field} {said}; {expected}")
 
 
 def _warm_up(function: str) -> None:
@@ -294,8 +343,13 @@ def _die_with_parent() -> None:
 
 
 def main() -> None:
-    """The child: read a request, plan, answer; until stdin ends."""
+    """The child: read a request, plan, answer; until stdin ends. `--check FUNCTION`: say why it is no planner."""
     _die_with_parent()
+    if len(sys.argv) > 2 and sys.argv[1] == "--check":
+        misfit = _misfit(sys.argv[2])
+        if misfit is not None:
+            print(misfit, file=sys.stderr)
+        sys.exit(misfit is not None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a planner prints goes to the log, never into the replies

@@ -27,6 +27,8 @@ from evenroute.dist.config import RebalancerConfig, set_up_logging
 from evenroute.dist.control import RANK_ROLES, Status, encode_control
 from evenroute.dist.control_service import ControlService
 from evenroute.dist.core_store import CoreStore
+from evenroute.dist.file_watch import FileWatch
+from evenroute.dist.job_gate import JobGate
 from evenroute.dist.job_lock import JobLock
 from evenroute.dist.keys import load_server_keys
 from evenroute.dist.limited_log import LimitedLog
@@ -52,11 +54,12 @@ __all__ = ["Rebalancer", "run_rebalancer"]
 
 logger = logging.getLogger("evenroute.dist.rebalancer")
 
+_STORE_FIELD = "rebalancer.store (--store)"
 _TICK_S = 0.1
 _STATUS_EVERY_S = 1.0
 _HOUSEKEEPING_S = 5.0
 _FRAMES_PER_TURN = 512
-_WINDOWS_PER_BATCH = 64
+_WINDOWS_PER_BATCH = 128
 _PLACEMENT_AGAIN_S = 0.9  # not to one peer again before so long
 _BATCH_S = 0.02  # windows wait so long for company: one store transaction serves all of a batch
 
@@ -81,7 +84,9 @@ class Rebalancer:
 
     def _open(self, now: float) -> None:
         settings, security = self.config.rebalancer, self.config.security
+        self._lock.hold_store(_STORE_FIELD, Path(settings.store))
         self._store = CoreStore(Path(settings.store), self._shape)
+        self._lock.hold_store(_STORE_FIELD, Path(settings.store))  # it is there now at the latest
         keys = load_server_keys(Path(security.keys)) if security.keys else None
         self._link = RouterLink(
             self.address,
@@ -107,6 +112,8 @@ class Rebalancer:
         self._status_builder = StatusBuilder(self.config, self.core, self.plans, now)
         self._rejected: Counter[str] = Counter()
         self._log = LimitedLog(logger)
+        self._jobs = JobGate(self.core, self._log)
+        self._files = FileWatch(self._lock, self._link, self._store, self._log)
         self._control = ControlService(
             self.core, self.recorder, self._build_status, self._rejected, self._log
         )
@@ -224,7 +231,7 @@ class Rebalancer:
                 self._windows.append((received.peer, message))
                 if len(self._windows) >= _WINDOWS_PER_BATCH:
                     self._store_batch()
-            elif message is not None:
+            elif message is not None and not self._jobs.refuses(message, now):
                 self._send(self._guarded(received.peer, message, now))
             if number % 64 == 63:
                 self._serve_keys(now)
@@ -247,7 +254,8 @@ class Rebalancer:
     def _decode(self, received: Received) -> object | None:
         if received.role not in RANK_ROLES:
             self._rejected["role"] += 1
-            self._log.tell(logging.WARNING, "role", f"a {received.role} sent a rank's message; refused")
+            text = f"a {received.role} sent a rank's message; refused"
+            self._log.tell(logging.WARNING, "role", text, limit=1)
             return None
         try:
             return decode_up(received.frame, limit=self.config.rebalancer.max_message_bytes)
@@ -311,6 +319,7 @@ class Rebalancer:
         extra = {
             f"rejected_{kind}": self._rejected[kind] for kind in ("decode", "content", "role", "internal")
         }
+        extra["rejected_other_job"] = self._jobs.refused
         extra["windows_merged"] = self._merged
         extra["frames_dropped"] = self._link.dropped
         extra["rejected_decode"] += self._link.malformed
@@ -322,6 +331,7 @@ class Rebalancer:
             lag_s=self._lag_s,
             extra_counters=extra,
             rank_states=rank_states,
+            problems=[*self._files.problems, *self._jobs.problems(now)],
             recorder=self.recorder,
             rank_recordings=self._control.passes.of_ranks(self.recorder.passes()),
         )
@@ -332,6 +342,8 @@ class Rebalancer:
         assert self._store is not None
         if now - self._status_at >= _STATUS_EVERY_S:
             self._status_at = now
+            self._log.turn(now)
+            self.core.counters.store_errors += self._files.look()
             self._last_status = self._build_status(now)
         if now - self._housekeeping_at >= _HOUSEKEEPING_S and self.core.phase is Phase.SERVING:
             settings = self.config.rebalancer
@@ -401,7 +413,7 @@ class Rebalancer:
 
 
 def _lock_paths(store: str, address: Address) -> list[tuple[str, Path]]:
-    paths = [("rebalancer.store (--store)", Path(store))]
+    paths = [(_STORE_FIELD, Path(store))]
     if address.ipc_path is not None:
         paths.append(("rebalancer.bind (--bind)", address.ipc_path))
     return paths

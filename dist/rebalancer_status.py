@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from evenroute.dist.config import RebalancerConfig
@@ -37,6 +37,7 @@ class StatusBuilder:
         lag_s: float,
         extra_counters: Mapping[str, int],
         rank_states: Callable[[int], list[RankState]],
+        problems: Sequence[str],
         recorder: Recorder,
         rank_recordings: Mapping[int, RankRecording],
     ) -> Status:
@@ -49,7 +50,7 @@ class StatusBuilder:
         counters = {**asdict(core.counters), **extra_counters}
         return Status(
             state=core.phase.value,
-            degraded=self._degraded(now, ranks),
+            degraded=[*self._degraded(now, ranks), *problems],
             pid=os.getpid(),
             uptime_s=now - self._started_at,
             address=address,
@@ -142,7 +143,7 @@ class StatusBuilder:
         if core.counters.store_errors > self._store_errors:
             self._store_errors, self._store_error_at = core.counters.store_errors, now
         if self._store_error_at is not None and now - self._store_error_at < _STORE_ERROR_TELLS_S:
-            reasons.append(f"store: {core.counters.store_errors} writes failed, the last one lately")
+            reasons.append(f"store: {core.counters.store_errors} errors, the last one lately")
         return reasons
 
     def _version_reasons(self, now: float, ranks: list[RankStatus]) -> list[str]:

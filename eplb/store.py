@@ -100,6 +100,16 @@ class HistoryStore(StoreReader):
             self._connection.close()
             raise
 
+    def log_file(self) -> tuple[int, int] | None:
+        """Device and inode of the write-ahead log, which holds what is not moved into the file yet; None without one.
+
+        SQLite keeps one as long as the store is open."""
+        try:
+            found = Path(f"{self.path.resolve()}-wal").stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
     def close(self) -> None:
         """Close the file; harmless when repeated."""
         if self._checkpointer is not None:
