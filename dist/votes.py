@@ -33,6 +33,7 @@ class VoteThread:
         self._group = group
         self._limit_s = limit_s
         self._who_is_missing = who_is_missing
+        self.waited_s = 0.0  # by the forward thread, for all results together
         self._posted: queue.SimpleQueue[tuple[int, NDArray[np.int64]] | None] = queue.SimpleQueue()
         self._reduced: queue.SimpleQueue[NDArray[np.int64] | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="evenroute-votes", daemon=True)
@@ -44,11 +45,13 @@ class VoteThread:
 
     def wait(self, vote: int, describe: Callable[[], str]) -> NDArray[np.int64]:
         """The reduction of `vote`, waited for. Raises VoteError, with what `describe` says of the state, in time."""
+        began = time.perf_counter()
         try:
             # The collective itself has the limit; the rest is for its error to come back.
             found = self._reduced.get(timeout=self._limit_s + 2.0)
         except queue.Empty:
             found = TimeoutError(f"no result within {self._limit_s + 2.0:g} s")
+        self.waited_s += time.perf_counter() - began
         if isinstance(found, Exception):
             missing = self._who_is_missing(f"vote-{vote}", min(3.0, self._limit_s))
             reason = " ".join(str(found).split())[:200]

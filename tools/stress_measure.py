@@ -101,11 +101,20 @@ class SegmentRecorder:
                 torch_dist.all_reduce(torch.from_numpy(counts), group=group)
 
 
+FIGURES = ("median", "p99", "max")
+
+
 @dataclass
 class ForwardCost:
-    """Microseconds a step: `agent.step()`, a bare copy-and-zero of the same count array, the whole step."""
+    """Microseconds of each step on one rank's forward thread.
+
+    `agent.step()`, how much of that waited for another rank's vote, whether it switched layers; a bare copy-and-zero of
+    the same count array; the whole step.
+    """
 
     step_us: list[float] = field(default_factory=list)
+    wait_us: list[float] = field(default_factory=list)
+    switched: list[bool] = field(default_factory=list)
     copy_us: list[float] = field(default_factory=list)
     whole_us: list[float] = field(default_factory=list)
 
@@ -116,17 +125,29 @@ class ForwardCost:
         counts.zero_()
         self.copy_us.append((time.perf_counter() - start) * 1e6)
 
-    def summary(self) -> dict[str, float]:
-        """Medians, 99th percentiles and maxima in microseconds."""
-        result: dict[str, float] = {}
-        measured = (
-            ("agent_step", self.step_us),
-            ("copy_and_zero", self.copy_us),
-            ("whole_step", self.whole_us),
-        )
-        for name, values in measured:
-            if values:
-                result[f"{name}_median_us"] = float(np.median(values))
-                result[f"{name}_p99_us"] = float(np.percentile(values, 99))
-                result[f"{name}_max_us"] = float(max(values))
-        return result
+    def summary(self, group: torch_dist.ProcessGroup | None = None) -> dict[str, float]:
+        """Median, 99th percentile and maximum of each, microseconds; with `group` each of the worst rank. Collective.
+
+        `agent_step` is all of them, `steady_step` and `switching_step` those without and with a switch of layers,
+        `vote_wait` the waiting in them (0 where nothing was waited for).
+        """
+        switched = np.array(self.switched, dtype=bool)
+        step = np.array(self.step_us)
+        measured = {
+            "agent_step": step,
+            "steady_step": step[~switched],
+            "switching_step": step[switched],
+            "vote_wait": np.array(self.wait_us),
+            "copy_and_zero": np.array(self.copy_us),
+            "whole_step": np.array(self.whole_us),
+        }
+        names = [f"{name}_{figure}_us" for name in measured for figure in FIGURES]
+        figures = torch.zeros(len(names), dtype=torch.float64)
+        for number, values in enumerate(measured.values()):
+            if values.size:
+                found = (np.median(values), np.percentile(values, 99), values.max())
+                figures[3 * number : 3 * number + 3] = torch.tensor(found)
+        if group is not None:
+            torch_dist.all_reduce(figures, op=torch_dist.ReduceOp.MAX, group=group)
+        result = dict(zip(names, figures.tolist(), strict=True))
+        return {**result, "switching_steps": float(switched.sum())}

@@ -118,6 +118,22 @@ def _segments_table(report: dict[str, Any]) -> Table:
     return table
 
 
+def _cost_rows(cost: dict[str, float]) -> list[tuple[str, str]]:
+    """The forward thread's cost beside its yardstick; figures of the worst rank."""
+
+    def pair(name: str, second: str = "p99") -> str:
+        return f"{cost[f'{name}_median_us']:.0f} / {cost[f'{name}_{second}_us']:.0f} us"
+
+    rows = [("cost on the forward thread, per step (median / p99)", pair("agent_step"))]
+    if cost["switching_steps"]:
+        label = f"  in the {cost['switching_steps']:.0f} steps that switched layers (median / max)"
+        rows.append((label, pair("switching_step", "max")))
+        rows.append(("  in all others (median / p99)", pair("steady_step")))
+    rows.append(("  of it, waiting for another rank's vote (median / p99)", pair("vote_wait")))
+    rows.append(("a bare copy-and-zero of the counts, same run", pair("copy_and_zero")))
+    return rows
+
+
 def _summary_table(report: dict[str, Any]) -> Table:
     table = Table(title="summary", title_justify="left", show_header=False)
     table.add_column()
@@ -131,19 +147,7 @@ def _summary_table(report: dict[str, Any]) -> Table:
         ("moved slots", str(report["moved_slots"])),
         ("steps per second", f"{report['steps_per_second']:.1f}"),
     ]
-    if "agent_step_median_us" in cost:
-        rows.append(
-            (
-                "cost on the forward thread, per step (median / p99)",
-                f"{cost['agent_step_median_us']:.0f} / {cost['agent_step_p99_us']:.0f} us",
-            )
-        )
-        rows.append(
-            (
-                "a bare copy-and-zero of the counts, same run",
-                f"{cost['copy_and_zero_median_us']:.0f} / {cost['copy_and_zero_p99_us']:.0f} us",
-            )
-        )
+    rows += _cost_rows(cost)
     for name, value in rows:
         table.add_row(name, value)
     return table

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from evenroute.tools.stress_options import StressOptions
 from evenroute.tools.stress_rebalancer import OwnRebalancer, share_text, windows_per_plan
 from evenroute.tools.stress_report import headline, key_label, print_report, segment_rows, write_report
 
+MEET_LIMIT_S = 60.0  # as the agents' votes
 RESHUFFLE_SEED = 7919  # any number other than the run's own seed
 
 
@@ -125,6 +127,8 @@ class StressRank:
         self.cost = ForwardCost()
         self.agent: RankAgent | None = None
         self.seconds = 0.0
+        # Of its own, so that nobody waits for long in `_meet` for a rank that is gone.
+        self._meeting = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=MEET_LIMIT_S))
 
     def start_agent(self, address: str) -> None:
         """Job start: all ranks agree on run and placement before the first token. `address` "": none."""
@@ -149,7 +153,11 @@ class StressRank:
         )
 
     def run(self, console: Console) -> None:
-        """All steps, with a progress bar on rank 0."""
+        """All steps, with a progress bar on rank 0.
+
+        Ranks meet between two steps, outside of what is measured, as an engine's all-to-all makes them: without it the
+        faster rank's `agent.step()` would be charged for all that the slower one is behind.
+        """
         assert self.agent is not None
         copy_from = torch.zeros_like(self.counters.take(), device=self.device)
         copy_to = torch.zeros(copy_from.shape, dtype=copy_from.dtype, pin_memory=self.device.type == "cuda")
@@ -163,9 +171,12 @@ class StressRank:
         with Progress(*columns, console=console, disable=self.rank != 0, transient=True) as progress:
             task = progress.add_task("routing", total=self.options.steps)
             for _ in range(self.options.steps):
-                before = time.perf_counter()
+                self._meet()
+                before, waited = time.perf_counter(), self.agent.vote_wait_s
                 placed = self.agent.step(self.options.tokens)
                 self.cost.step_us.append((time.perf_counter() - before) * 1e6)
+                self.cost.wait_us.append((self.agent.vote_wait_s - waited) * 1e6)
+                self.cost.switched.append(bool(placed.switched))
                 self._forward(placed)
                 self.cost.time_copy_and_zero(copy_from, copy_to)
                 if self.options.step_delay:
@@ -177,6 +188,14 @@ class StressRank:
             torch.cuda.synchronize(self.device)
         self.seconds = time.perf_counter() - start
         self.recorder.close()
+
+    def _meet(self) -> None:
+        if self._meeting is None:
+            return
+        try:
+            torch_dist.all_reduce(torch.zeros(1), group=self._meeting)
+        except RuntimeError:
+            self._meeting = None  # the votes say which rank is missing, and end the job
 
     def _tell(self, done: int, console: Console) -> None:
         """A line at each tenth where no progress bar can be drawn (a log file, CI)."""
@@ -203,6 +222,7 @@ class StressRank:
             self.checks.begin_step(placed.layer_keys)
         for layer in range(self.options.shape.num_layers):
             output = self._route(layer, step)
+            self.agent.record(layer, output)
             assert output.logical_ids is not None
             top_k = self.options.shape.top_k
             physical, logical = output.physical_ids[:, :top_k], output.logical_ids[:, :top_k]
@@ -237,7 +257,7 @@ class StressRank:
         report: dict[str, Any] = headline(rows)
         report["steps"] = options.steps
         report["steps_per_second"] = options.steps / self.seconds
-        report["forward_thread"] = self.cost.summary()
+        report["forward_thread"] = self.cost.summary(self.group)
         report["ranks"] = self.ep_size
         report["device"] = (
             torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu (gloo)"
