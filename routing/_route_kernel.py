@@ -182,7 +182,7 @@ def route(
         weight = tl.load(given_weights_ptr + row * K + (63 - (pay & 63)), mask=valid, other=0.0).to(
             tl.float32
         )
-        weight = tl.where((weight != weight) | (weight < -FLOAT_MAX), 0.0, tl.minimum(weight, FLOAT_MAX))
+        weight = tl.where((weight != weight) | (weight < 0.0), 0.0, tl.minimum(weight, FLOAT_MAX))
     else:
         # A long batch would pay more for carrying keys along than for fetching the logits again.
         KEY_IS_LOGIT: tl.constexpr = (

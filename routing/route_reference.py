@@ -49,7 +49,7 @@ def choose(form: RouteForm, call: RouteCall) -> tuple[Tensor, Tensor]:
         assert call.given_weights is not None
         ids = call.given_ids.long()
         inside = (ids >= 0) & (ids < form.config.num_experts)
-        return ids, torch.where(inside, call.given_weights.float(), 0.0)
+        return ids, torch.where(inside, call.given_weights.float().clamp(min=0.0), 0.0)
     assert call.logits is not None
     scores = score_experts(call.logits, form.config, call.bias, call.marked_bias, call.token_marker)
     if call.expert_ids_by_token is not None:

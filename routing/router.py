@@ -40,7 +40,7 @@ class Router:
     backend     "auto": the Triton kernel on CUDA, plain torch on CPU; "reference", "triton"; "interpret": the kernel on
                 CPU tensors under TRITON_INTERPRET=1, for tests
     emit        outputs wanted, of `OUTPUT_NAMES`
-    custom_routing_function    replaces scores and choice; its weights are renormalised and scaled as configured
+    custom_routing_function    replaces scores and choice; what it returns is taken as given logical_ids and weights
     pdl         programmatic dependent launch: this launch may start while its predecessor drains (Hopper and later)
 
     Raises:
@@ -132,7 +132,9 @@ class Router:
         num_valid_tokens  int32 tensor of one element on the device: rows from it on are padding
         row_offset        global index of row 0 (rank-invariant and hash dispatch)
         bias              [E] or [T, E], any float dtype; marked_bias [E] instead of it where token_marker [T] is true
-        logical_ids, weights       [T, K] given choice (simulated routing); replaces scores and choice
+        logical_ids, weights       [T, K] given (simulated routing, precomputed top-k) instead of scores and choice
+                          Ids int32 or int64; one outside [0, E) is no choice: id -1, weight 0, not counted. Weights are
+                          renormalised and scaled like scores; NaN and negative ones (-1 as filler) count as 0
         expert_ids_by_token, token_ids   [vocab, K], [T]: ids by token, weights from their scores
         count             False leaves the counts alone (warm-up, dummy and draft passes); tickets go on
         waterfill_target  [R] slots that each rank should have; default: the mean, shared columns included
@@ -189,6 +191,8 @@ def check_call(form: RouteForm, call: RouteCall) -> int:
         raise ValueError(f"layer={call.layer} is outside [0, num_layers={form.tables.num_layers})")
     if call.given_ids is not None:
         rows = call.given_ids.shape[0]
+        if call.given_ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"logical_ids must be int32 or int64, found {call.given_ids.dtype}")
         _require_shape("logical_ids", call.given_ids, (rows, top_k))
         if call.given_weights is None:
             raise ValueError("weights=None: given logical_ids need them")

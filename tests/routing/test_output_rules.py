@@ -133,6 +133,33 @@ def test_custom_routing_replaces_the_choice_and_all_else_follows(backend: str) -
 
 
 @BOTH
+@pytest.mark.parametrize("custom", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_given_weights_below_zero_count_as_nothing(backend: str, custom: bool, renormalize: bool) -> None:
+    """Precomputed top-k uses -1 as a filler of ids and of weights."""
+    ids = torch.tensor([[5, 1], [2, -1], [3, 4], [6, 7]], device=DEVICE)
+    weights = torch.tensor([[3.0, -1.0], [2.0, -1.0], [-1.0, -1.0], [-NAN, 4.0]], device=DEVICE)
+    config = RouterConfig(8, 2, routed_scaling_factor=2.0, renormalize=renormalize)
+    options = {"custom_routing_function": lambda *_: (weights, ids)} if custom else {}
+    router = make(config, backend, **options)
+    if custom:
+        out = route(router, torch.zeros(4, 8))
+    else:
+        out = router(None, 0, logical_ids=ids, weights=weights)
+    assert out.logical_ids.tolist() == [[5, 1], [2, -1], [3, 4], [6, 7]]
+    one = torch.tensor([1.0, 1.0, 1.0, 1.0] if renormalize else [3.0, 2.0, 1.0, 4.0]) * 2
+    close(out.weights, torch.tensor([[one[0], 0], [one[1], 0], [0, 0], [0, one[3]]]))
+    # An expert of weight 0 was chosen and is counted; an id of -1 was not.
+    assert router.counters.take()[0].tolist() == [0, 1, 1, 1, 1, 1, 1, 1]
+
+
+def test_given_ids_are_whole_numbers() -> None:
+    router = make(RouterConfig(8, 2), "reference")
+    with pytest.raises(ValueError, match=r"logical_ids must be int32 or int64, found torch.float32"):
+        router(None, 0, logical_ids=torch.zeros(2, 2, device=DEVICE), weights=torch.ones(2, 2, device=DEVICE))
+
+
+@BOTH
 def test_token_id_table_gives_ids_and_scores_give_weights(backend: str) -> None:
     table = torch.tensor([[0, 3], [7, 2], [4, 5]], dtype=torch.int32, device=DEVICE)
     tokens = torch.tensor([2, 0, 9], device=DEVICE)
