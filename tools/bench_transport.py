@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import os
 import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -54,6 +54,7 @@ from evenroute.dist.status import query_status
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.store import StoreReader
 from evenroute.eplb.topology import Topology
+from evenroute.tools.run_folder import RunFolder, end_with_parent
 
 HEARTBEAT_S = 1.0
 RESEND_S = 2.0
@@ -268,7 +269,9 @@ def own_rebalancer(
     flags += ["--interval", f"{plan_interval_s:g}", "--policy", "global", "--log-level", "warning"]
     flags += [] if planner is None else ["--planner", planner]
     process = subprocess.Popen(
-        [sys.executable, "-m", "evenroute.tools", "rebalancer", *flags], stdout=sys.stderr
+        [sys.executable, "-m", "evenroute.tools", "rebalancer", *flags],
+        stdout=sys.stderr,
+        preexec_fn=end_with_parent,
     )
     try:
         deadline = time.monotonic() + 60
@@ -317,10 +320,10 @@ class TransportOptions:
         for name in ("ranks", "layers", "experts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name}: {getattr(self, name)} found, expected at least 1")
-        if not self.seconds > 0 or self.rate < 0:
-            raise ValueError(
-                f"--seconds {self.seconds:g}, --rate {self.rate:g}: expected above 0 and at least 0"
-            )
+        for name, least in (("seconds", "above 0"), ("rate", "at least 0"), ("plan_after", "at least 0")):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0 or (value == 0 and least == "above 0"):
+                raise ValueError(f"--{name.replace('_', '-')}: {value:g} found, expected a number {least}")
 
 
 def _job(options: TransportOptions) -> JobShape:
@@ -333,8 +336,7 @@ def _job(options: TransportOptions) -> JobShape:
 def run_transport(options: TransportOptions) -> dict[str, float | int | bool | None]:
     """Run the bench; the figures by name (README, "Transport")."""
     job = _job(options)
-    with tempfile.TemporaryDirectory(prefix="evenroute-bench-") as name:
-        folder = Path(name)
+    with RunFolder() as folder:
         interval = options.plan_after or 1e6
         with own_rebalancer(folder, plan_interval_s=interval, planner=options.planner) as (address, pid):
             simulated = SimulatedJob(address, job, period_s=1.0 / options.rate if options.rate else 0.0)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import torch.distributed as torch_dist
 from rich.console import Console
 
 from evenroute.eplb.warm_up import warm_up
+from evenroute.tools.run_folder import RunFolder, end_with_parent
 from evenroute.tools.stress_options import StressOptions
 
 START_LIMIT_S = 90.0
@@ -29,19 +28,14 @@ def windows_per_plan(interval_steps: int) -> tuple[int, int]:
     return window_steps, max(1, interval_steps // window_steps)
 
 
-def _end_with_parent() -> None:
-    """In the child: SIGTERM when rank 0 is gone, however it ended (Linux: prctl PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
 class OwnRebalancer:
     """A rebalancer process that lives as long as the run; its store stays where `--store` says, else nowhere."""
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path, store: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], folder: RunFolder, store: Path) -> None:
         self._process = process
         self._folder = folder
         self.store = store
-        self.address = f"ipc://{folder}/r.sock"
+        self.address = f"ipc://{folder.path}/r.sock"
 
     @classmethod
     def start(cls, options: StressOptions, console: Console) -> OwnRebalancer:
@@ -51,7 +45,8 @@ class OwnRebalancer:
         """
         with console.status("compiling the planner (once, then it comes from the cache)"):
             warm_up()
-        folder = Path(tempfile.mkdtemp(prefix="evenroute-"))
+        made = RunFolder()
+        folder = made.path
         ready = folder / "ready.json"
         config = folder / "rebalancer.toml"
         _, windows = windows_per_plan(options.interval_steps)
@@ -78,9 +73,9 @@ class OwnRebalancer:
                 stdout=log,
                 stderr=log,
                 env=environment,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
-        own = cls(process, folder, store)
+        own = cls(process, made, store)
         deadline = time.monotonic() + START_LIMIT_S
         while not ready.exists():
             if process.poll() is not None or time.monotonic() > deadline:
@@ -103,9 +98,7 @@ class OwnRebalancer:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait(STOP_LIMIT_S)
-        for path in self._folder.glob("*"):
-            path.unlink(missing_ok=True)
-        self._folder.rmdir()
+        self._folder.remove()
 
 
 def share_text(text: str, group: torch_dist.ProcessGroup) -> str:
