@@ -390,6 +390,8 @@ class Rebalancer:
             counters.placements_published,
             0 if self._link is None else self._link.dropped,
         )
+        if self.core.newest is not None and (behind := self.core.ranks_behind()):
+            logger.info("%d ranks are not known to hold the newest placement; they ask again", len(behind))
         self._release()
         return 1 if self.core.ended is not None else 0
 

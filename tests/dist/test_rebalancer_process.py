@@ -17,6 +17,7 @@ import pytest
 
 from evenroute.dist.messages import JobShape
 from evenroute.dist.metrics import metric_names
+from evenroute.dist.status import query_status
 from evenroute.eplb.dump_reader import DumpReader
 from evenroute.eplb.store import StoreReader
 from evenroute.tools.bench_transport import SimulatedJob
@@ -137,24 +138,33 @@ def test_check_config_needs_neither_ranks_nor_a_free_address(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_automatic_ports_never_collide(tmp_path):
-    """B34 (b), fewer at a time: each binds port 0 itself and publishes what it got."""
-    for round_ in range(3):
+    """B34 (b): 32 processes at once, 20 rounds: 640 of 640 bind port 0 themselves and publish what they got."""
+    started = 0
+    for round_ in range(20):
         running = []
         try:
-            for number in range(12):
+            for number in range(32):
                 folder = tmp_path / f"{round_}-{number}"
                 folder.mkdir()
-                running.append(
-                    RebalancerProcess(folder, bind="tcp://127.0.0.1:0", flags=FLAGS).start(wait=False)
+                process = RebalancerProcess(
+                    folder, bind="tcp://127.0.0.1:0", toml="[planner]\nenabled = false\n"
                 )
+                running.append(process.start(wait=False))
             for process in running:
-                wait_for(process.ready.exists, 60, "start")
+                wait_for(lambda p=process: p.ready.exists() or p.process.poll() is not None, 120, "start")
+                assert process.process.poll() is None, process.log()
             addresses = {json.loads(process.ready.read_text())["address"] for process in running}
             assert len(addresses) == len(running)
+            assert query_status(addresses.pop(), timeout_s=20).state == "waiting"
+            started += len(running)
         finally:
             for process in running:
+                process.process.terminate()
+            for process in running:
                 process.__exit__()
+    assert started == 640
 
 
 @pytest.mark.slow
