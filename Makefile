@@ -19,7 +19,7 @@ help:
 	@echo "make test-slow the long suites: simulator, chaos, scale, fuzz"
 	@echo "make simulate  100,000 seeded schedules of faults on the switch protocol (SEEDS=A:B)"
 	@echo "make test-gpu  the suite for one GPU; make test-multigpu for two or more"
-	@echo "make test-release  build wheel and sdist, run them in a fresh environment"
+	@echo "make test-release  build wheel and sdist, run them in a fresh environment; make demo in a clean copy"
 	@echo "make lint | format | types | wheel | ci | clean"
 
 install: $(STAMP)
@@ -64,9 +64,10 @@ format: install
 types: install
 	$(BIN)/mypy -p evenroute.eplb -p evenroute.routing -p evenroute.dist -p evenroute.tools
 
-# Wheel and sdist are built, looked into, and run from an empty folder in a fresh environment without torch.
+# Wheel and sdist are built, looked into, and run from an empty folder in a fresh environment without torch; then
+# `make demo` in a clean copy of the sources.
 test-release: install
-	$(BIN)/python -m pytest -m "slow" tests/deploy/test_release.py
+	$(BIN)/python -m pytest -m "slow" tests/deploy/test_release.py tests/docs/test_make_demo.py
 
 wheel: install
 	$(BIN)/python -m build --outdir build/out

@@ -40,6 +40,16 @@ def _start_torchrun(ranks: int, argv: list[str]) -> None:
     os.execv(sys.executable, [*command, "-m", "evenroute.tools.stress", *argv])
 
 
+def _check_hosts(rebalancer: str, world_size: int) -> None:
+    """The run's own rebalancer listens on this host alone: ranks of another would never be heard."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if rebalancer == "start" and here < world_size:
+        raise ValueError(
+            f"--rebalancer: found start with {here} of {world_size} ranks on this host, which alone would reach it; "
+            "expected an address (evenroute rebalancer --bind tcp://...) or off"
+        )
+
+
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Runs one rank (under torchrun) or starts torchrun itself; ends the process with the exit status."""
@@ -51,6 +61,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     try:
         options = parse_options(arguments, ep_size=int(world_size))
+        _check_hosts(options.rebalancer, int(world_size))
     except (ValueError, OSError) as error:
         if os.environ.get("RANK") != "0":  # one line, not one a rank
             raise SystemExit(2) from None

@@ -53,6 +53,7 @@ class StressOptions:
     moe: bool
     store: Path | None
     backend: str
+    record_dir: Path | None = None
 
     @property
     def num_slots(self) -> int:
@@ -109,8 +110,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("--report", type=Path, help="write the final table as JSON")
     add("--step-delay", type=float, default=0.0, help="seconds a step takes beside the routing")
     add("--no-check", dest="check", action="store_false", help="leave the per-step checks out")
-    add("--moe", action="store_true", help="run the layers with real weights and migrate them")
+    add(
+        "--moe",
+        action="store_true",
+        help="run the layers with real weights and migrate them; layers then switch over several steps, and the "
+        "predicted balancedness of a `switching` row is that of its first step's placement",
+    )
     add("--store", type=Path, help="keep our own rebalancer's history here (default: a temporary folder)")
+    add(
+        "--record-dir",
+        type=Path,
+        help="an existing folder, for `evenroute record start --mode per_pass|per_token`",
+    )
     add("--backend", choices=("auto", "reference", "triton"), default="auto", help="routing implementation")
     return parser
 
@@ -267,6 +278,8 @@ def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
         if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
             wrong = "is a folder" if path.is_dir() else f"folder {path.resolve().parent} does not exist"
             raise ValueError(f"--{name}: {path}: {wrong}, expected a file in an existing folder")
+    if args.record_dir is not None and not args.record_dir.is_dir():
+        raise ValueError(f"--record-dir: {args.record_dir}: not there, expected an existing folder")
     return StressOptions(
         routing=args.routing,
         shape=shape,
@@ -291,4 +304,5 @@ def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
         moe=args.moe,
         store=args.store,
         backend=args.backend,
+        record_dir=args.record_dir,
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from support.deploy_files import ROOT
+from support.documented import Lines, runs
 
 PACKAGES = ("eplb", "routing", "dist", "tools")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -194,6 +195,18 @@ def test_installed_wheel_has_no_torch_and_runs_from_an_empty_folder(installed: P
         if "--json" in words:
             assert json.loads(done.stdout)
     assert set(json.loads((empty / "location.json").read_text())) == {"physical_to_logical_map"}
+
+
+@runs("README.md", "pip install evenroute")
+def test_readmes_line_installs_it(lines: Lines, built: Path, tmp_path: Path) -> None:
+    """From the folder of the built wheel, as an index of its own: the name, the version and the extras are found."""
+    pip, *words = lines.words()
+    assert pip == "pip"
+    index = ["--no-index", "--find-links", str(built), "--no-deps", "--target", str(tmp_path / "site")]
+    command = [sys.executable, "-m", pip, "--disable-pip-version-check", *words, *index]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site/evenroute/tools/cli.py").is_file()
 
 
 def test_installed_rebalancer_serves_with_keys(installed: Path, empty: Path) -> None:

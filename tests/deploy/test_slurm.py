@@ -14,7 +14,8 @@ import pytest
 from support.command import evenroute
 from support.command_lines import parse_evenroute, parse_torchrun
 from support.control_plane import child_environment, wait_for
-from support.deploy_files import DEPLOY
+from support.deploy_files import DEPLOY, ROOT
+from support.documented import Lines, runs
 from support.job import free_port
 
 SCRIPT = DEPLOY / "slurm/evenroute.sbatch"
@@ -23,6 +24,13 @@ NODES = ("node-a", "node-b")
 SCONTROL = """#!/bin/sh
 [ "$1 $2" = "show hostnames" ] || exit 1
 printf '%s\\n' $NODE_NAMES
+"""
+# Reads `--nodes` and sets what Slurm would, then runs the script as a job's first node does.
+SBATCH = """#!/bin/sh
+case "$1" in --nodes=*) SLURM_JOB_NUM_NODES=${1#--nodes=}; export SLURM_JOB_NUM_NODES; shift;; esac
+[ $# = 1 ] && exec bash "$1"
+echo "sbatch: found $*" >&2
+exit 1
 """
 # Takes its own flags off, notes what it was asked for, and runs the rest: once, or once a node.
 SRUN = """#!{python}
@@ -56,6 +64,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         pytest.skip("bash is not installed")
     programs = {
         "scontrol": SCONTROL,
+        "sbatch": SBATCH,
         "srun": SRUN.format(python=sys.executable),
         "evenroute": f'#!/bin/sh\nexec {sys.executable} -m evenroute.tools.cli "$@"\n',
         "torchrun": f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n',
@@ -103,6 +112,36 @@ def test_what_is_started_where(cluster: dict[str, str]) -> None:
     assert (options.topology.ep_size, options.topology.num_nodes) == (16, 2)
     assert options.rebalancer == f"tcp://{NODES[0]}:7421"
     assert options.keys is not None
+
+
+@runs(
+    "deploy/README.md",
+    "evenroute keygen ~/evenroute/keys",
+    "sbatch --nodes=4 deploy/slurm/evenroute.sbatch",
+    'ENGINE_COMMAND="my_engine.serve --some-flag" sbatch --nodes=4',
+)
+def test_the_readmes_lines_start_a_job(lines: Lines, cluster: dict[str, str], tmp_path: Path) -> None:
+    """By bash, from the checkout, with stand-ins of Slurm's programs and a home of the test's own."""
+    home = tmp_path / "a home"
+    home.mkdir()
+    nodes = [f"node-{letter}" for letter in "abcd"]
+    environment = cluster | {"SRUN_DRY": "1", "HOME": str(home), "NODE_NAMES": " ".join(nodes)}
+    del environment["EVENROUTE_HOME"], environment["SLURM_JOB_NUM_NODES"]
+    for number, line in enumerate(lines.texts):
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 0, f"{line}: {done.stderr}"
+        if not number:
+            assert (home / "evenroute/keys/rank.toml").is_file(), "where the script looks for them"
+            continue
+        wait_for(lambda: len(calls(cluster)) >= 2, 10, "both calls of srun")
+        by_program = {words[0]: (flags, words[1:]) for flags, words in calls(cluster)}
+        assert f"--nodelist={nodes[0]}" in by_program["evenroute"][0]
+        words = by_program["torchrun"][1]
+        assert words[words.index("--nnodes") + 1] == "4"
+        assert ("my_engine.serve" in words) == ("ENGINE_COMMAND" in line)
+        Path(cluster["SRUN_LOG"]).unlink()
 
 
 def test_script_is_valid_bash() -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from support.command import evenroute
 from support.compiled import compile_planner
-from support.control_plane import RebalancerProcess
+from support.control_plane import RebalancerProcess, child_environment, wait_for
 from support.deploy_files import ROOT
+from support.documented import Lines, runs
 
 EXAMPLES = ROOT / "examples"
 
@@ -37,14 +39,53 @@ def test_minimal_engine_runs_without_a_rebalancer() -> None:
     assert sorted(lines) == [f"rank {rank}: routed with placement (0, 0)" for rank in (0, 1)]
 
 
-def test_minimal_engine_switches_with_a_rebalancer(tmp_path: Path) -> None:
+@runs(
+    "README.md",
+    ".venv/bin/torchrun --standalone --nproc-per-node 2 examples/minimal_engine.py",
+    "evenroute rebalancer --bind ipc:///run/evenroute.sock --store run.db",
+    "evenroute status ipc:///run/evenroute.sock",
+    "evenroute inspect run.db",
+)
+def test_an_engine_of_ones_own_with_a_rebalancer_beside_it(
+    lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The README's four lines, with another socket; the engine is told of it, and plans come after two windows."""
+    monkeypatch.chdir(tmp_path)
     compile_planner()
-    with RebalancerProcess(tmp_path, flags=["--interval", "2w", "--policy", "global"]) as rebalancer:
-        lines = run_example("minimal_engine.py", rebalancer.bind).splitlines()
-        status = rebalancer.status()
-    assert len(lines) == 2
-    assert status.placements["published"] >= 1, rebalancer.log()
-    assert all(f"({status.epoch}, " in line for line in lines), "the run ended on its start placement"
+    socket = {"ipc:///run/evenroute.sock": f"ipc://{tmp_path}/r.sock"}
+    command, *words = lines.words("evenroute rebalancer", socket)
+    assert command == "evenroute"
+    command, *engine = lines.words(".venv/bin/torchrun", {"examples/": f"{EXAMPLES}/"})
+    assert command == ".venv/bin/torchrun"
+    words += ["--interval", "2w", "--policy", "global", "--ready-file", "ready.json"]
+    with open("log", "wb") as log:
+        rebalancer = subprocess.Popen(
+            [sys.executable, "-m", "evenroute.tools.cli", *words], stderr=log, env=child_environment()
+        )
+    try:
+        wait_for(Path("ready.json").exists, 90, "the rebalancer's start")
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *engine, *socket.values()],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env=child_environment(),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+        status = evenroute(*lines.words("evenroute status", socket)[1:], "--json")
+        assert status.status in (0, 1), status.err
+        assert status.json["placements"]["published"] >= 1, Path("log").read_text()
+    finally:
+        rebalancer.terminate()
+        assert rebalancer.wait(timeout=30) == 0
+    printed = done.stdout.splitlines()
+    assert len(printed) == 2
+    assert all(f"({status.json['epoch']}, " in line for line in printed), (
+        "the run ended on its start placement"
+    )
+    inspected = evenroute(*lines.words("evenroute inspect")[1:])
+    assert inspected.status == 0, inspected.err
+    assert "balancedness" in inspected.out.lower()
 
 
 @pytest.mark.slow

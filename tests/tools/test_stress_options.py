@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,7 @@ def stress(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--keys", "/no/such/rank.toml"], 2, "--keys: found with --rebalancer start"),
         (["--rebalancer", "ipc:///tmp/r.sock", "--store", "x.db"], 2, "--store"),
         (["--report", "/no/such/folder/r.json"], 2, "folder /no/such/folder does not exist"),
+        (["--record-dir", "/no/such/folder"], 2, "--record-dir: /no/such/folder: not there"),
     ],
 )
 def test_impossible_settings_name_field_found_and_expected(
@@ -90,6 +92,26 @@ def test_wrong_use_is_one_line_and_status_2(flags: list[str]) -> None:
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("evenroute: error: ")
+
+
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_its_own_rebalancer_is_refused_with_ranks_on_several_hosts(rank: str) -> None:
+    """They would never be heard; rank 0 says so, the others end with the same status."""
+    torchrun = {"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "evenroute.tools.stress", "--num-nodes", "2"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **torchrun},
+    )
+    assert done.returncode == 2
+    told = done.stderr.splitlines()
+    if rank == "0":
+        assert len(told) == 1
+        assert "--rebalancer: found start with 2 of 4 ranks on this host" in told[0]
+    else:
+        assert not told
 
 
 def test_loads_of_another_shape_are_refused(tmp_path: Path) -> None:

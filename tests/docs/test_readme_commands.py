@@ -1,0 +1,56 @@
+"""The README's console blocks give the output that stands below them, from a checkout beside `../shared/data`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.command import evenroute
+from support.documented import ROOT, Lines, runs
+
+
+def shown_below(line: str) -> list[str]:
+    """The output below a prompt in the README, in the pieces that `...` leaves of it; white space does not count."""
+    text = (ROOT / "README.md").read_text()
+    [_, below] = text.split(f"$ {line}\n")
+    block = re.split(r"^(?:\$ |```)", below, flags=re.MULTILINE)[0]
+    return [
+        " ".join(piece.split()) for piece in re.split(r"^\.\.\.$", block, flags=re.MULTILINE) if piece.strip()
+    ]
+
+
+@runs(
+    "README.md",
+    "evenroute advise ../shared/data/prefill_in4096.json",
+    "evenroute inspect ../shared/data/prefill_in4096.json",
+    "evenroute plan ../shared/data/prefill_in4096.json",
+    "evenroute convert plan.json sglang.json",
+    "evenroute replay ../shared/data",
+)
+def test_console_blocks_show_what_comes_out(
+    lines: Lines, shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "shared").symlink_to(shared_data.parent)
+    monkeypatch.chdir(tmp_path / "checkout")
+    monkeypatch.setenv("COLUMNS", "100")
+    pieces = 0
+    for line in lines.texts:
+        done = evenroute(*line.split()[1:])
+        assert done.status == 0, f"{line}: {done.err}"
+        came = " ".join(done.out.split())
+        for piece in shown_below(line):
+            assert piece in came, f"{line}: the README shows {piece!r}, what came is\n{done.out}"
+            pieces += 1
+    assert pieces >= 5, "the blocks show nothing"
+    assert {path.name for path in Path().iterdir()} == {"story.png", "plan.json", "sglang.json"}
+
+
+@runs("README.md", "evenroute stress --help")
+def test_help_of_the_main_job_names_its_flags(lines: Lines) -> None:
+    done = evenroute(*lines.words()[1:])
+    assert done.status == 0
+    for flag in ("--routing", "--loads", "--moe"):
+        assert flag in done.out
