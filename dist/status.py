@@ -41,6 +41,7 @@ class ControlClient:
             raise ValueError(f"timeout: found {timeout_s:g} s, expected above 0 and at most 3600")
         self._address = address
         self._timeout_s = timeout_s
+        self._keys = keys
         parsed = parse_address(address, field="address")
         own = None if keys is None else load_client_keys(Path(keys))
         self._link = DealerLink(parsed, keys=own, max_message_bytes=ANSWER_LIMIT_BYTES)
@@ -58,7 +59,15 @@ class ControlClient:
                 for frames in self._link.receive(1):
                     if len(frames) == 2 and frames[0] == CONTROL_TAG:
                         return decode_answer(frames[1])
-        raise UnreachableError(f"rebalancer at {self._address}: no answer within {self._timeout_s:g} s")
+        raise UnreachableError(
+            f"rebalancer at {self._address}: no answer within {self._timeout_s:g} s; {self._hint()}"
+        )
+
+    def _hint(self) -> str:
+        """What to look at: an address with keys tells nothing to those who have none."""
+        if self._keys is None:
+            return "is it running? If it uses keys, pass --keys"
+        return f"is it running, and does it know the key in {self._keys}?"
 
     def close(self) -> None:
         """Close at once."""

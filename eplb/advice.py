@@ -70,6 +70,7 @@ def advise(
     facts["skew"] = uneven.as_dict()
     before_map = before_map or plain_map(total.shape[0], num_experts, settings.ep_size)
     before = _mean_over(workloads, [before_map] * len(workloads))
+    total_before = _mean_over(workloads, [before_map] * len(workloads), which=1)
     curve = redundancy_curve(workloads, settings)
     redundant = settings.num_redundant_experts
     smallest = fewest_within(curve)
@@ -79,6 +80,8 @@ def advise(
     facts |= {
         "balancedness_now": before,
         "balancedness_after": after,
+        "total_balancedness_now": total_before,
+        "total_balancedness_after": _mean_over(workloads, fresh_maps, which=1),
         "redundancy_curve": curve,
         "smallest_redundancy_within_1_percent": smallest,
         "num_redundant_experts": chosen,
@@ -86,14 +89,17 @@ def advise(
     aged = _ageing(workloads, settings, chosen, before)
     facts |= aged
     facts |= _gain(workloads, settings, before_map, fresh_maps, aged, top_k)
+    # What the gain stands on, in the figure that step time follows: time is 1 / total balancedness.
+    facts["total_balancedness_expected"] = total_before / max(1.0 - facts["expert_time_saved_used"], 1e-9)
     facts |= _price(workloads, settings, chosen, facts)
     facts |= _phases(workloads, settings, chosen)
     facts |= _evidence(workloads, total, settings, chosen, top_k)
     return facts | _decide(facts, settings)
 
 
-def _mean_over(workloads: Sequence[Workload], maps: Sequence[RankLoadMap]) -> float:
-    values = [quick_balancedness(m(w.total))[0] for w, m in zip(workloads, maps, strict=True)]
+def _mean_over(workloads: Sequence[Workload], maps: Sequence[RankLoadMap], *, which: int = 0) -> float:
+    """Of the workloads' balancedness: 0 = mean over layers, 1 = total (sum of means / sum of maxes)."""
+    values = [quick_balancedness(m(w.total))[which] for w, m in zip(workloads, maps, strict=True)]
     return float(np.mean([value for value in values if value is not None]))
 
 
@@ -138,11 +144,12 @@ def _gain(
     basis = "a fresh plan: an upper bound, for these loads have no time axis"
     curve = aged["ageing"]
     if len(curve) > 1:
-        # max load = mean load / balancedness, so time scales with the inverse of balancedness.
-        expected = 1.0 - (1.0 - expected) * curve[0]["balancedness"] / max(curve[1]["balancedness"], 1e-9)
+        # Sum of max loads = sum of mean loads / total balancedness, so time scales with its inverse.
+        expected = 1.0 - (1.0 - expected) * curve[0]["total"] / max(curve[1]["total"], 1e-9)
         basis = "a plan one window old, as this history shows it"
     result: dict[str, Any] = {
         "expert_time_saved": expected,
+        "expert_time_saved_used": expected,
         "step_time_gain": settings.experts_share * expected,
         "gain_basis": basis,
     }
@@ -152,11 +159,13 @@ def _gain(
             for w, m in zip(workloads, fresh, strict=True)
         ]
         known = [floor["expert_time_saved"] for floor in floors if floor["expert_time_saved"] is not None]
+        used = min(float(np.mean(known)), expected)
         result |= {
             "batch_tokens": settings.batch_tokens,
             "batch_balancedness_now": float(np.mean([floor["before"] for floor in floors])),
             "batch_balancedness_after": float(np.mean([floor["after"] for floor in floors])),
-            "step_time_gain": settings.experts_share * min(float(np.mean(known)), expected),
+            "expert_time_saved_used": used,
+            "step_time_gain": settings.experts_share * used,
             "gain_basis": f"{basis}; steps of {settings.batch_tokens:,} tokens",
         }
     return result
@@ -277,7 +286,8 @@ def _evidence(
 
 
 def _decide(facts: dict[str, Any], settings: AdviceSettings) -> dict[str, Any]:
-    now, after, gain = facts["balancedness_now"], facts["balancedness_after"], facts["step_time_gain"]
+    now, gain = facts["balancedness_now"], facts["step_time_gain"]
+    change = f"total balancedness {facts['total_balancedness_now']:.3f} -> {facts['total_balancedness_expected']:.3f}"
     rough = facts["tokens_needed_roughly"] or TOKEN_STEPS[-1]
     reasons = []
     if facts["tokens"] < rough:
@@ -289,7 +299,7 @@ def _decide(facts: dict[str, Any], settings: AdviceSettings) -> dict[str, Any]:
     if gain < settings.min_gain:
         reasons.append(
             f"a step would get {100 * gain:.1f} % shorter, less than {100 * settings.min_gain:.0f} % "
-            f"(balancedness {now:.3f} -> {after:.3f}; {facts['gain_basis']})"
+            f"({change}; {facts['gain_basis']})"
         )
         return _verdict(NOT_NOW, reasons)
     if part is not None and part > 0.2:
@@ -302,12 +312,10 @@ def _decide(facts: dict[str, Any], settings: AdviceSettings) -> dict[str, Any]:
             "a plan is no better than today's placement one window later: popularity moves too fast"
         )
         return _verdict(NOT_NOW, reasons)
-    reasons.append(
-        f"balancedness {now:.3f} -> {after:.3f}: a step gets {100 * gain:.1f} % shorter ({facts['gain_basis']})"
-    )
+    reasons.append(f"{change}: a step gets {100 * gain:.1f} % shorter ({facts['gain_basis']})")
     if other is not None:
         reasons.append(
-            f"under another workload's plan balancedness is {other:.3f}: re-plan when traffic changes"
+            f"under another workload's plan mean balancedness is {other:.3f}: re-plan when traffic changes"
         )
     return _verdict(RECOMMEND, reasons)
 

@@ -128,21 +128,29 @@ def fewest_within(curve: Sequence[dict[str, Any]], within: float = WITHIN) -> in
 def staleness(
     workload: Workload, settings: AdviceSettings, redundant: int, *, plans: int = 8
 ) -> list[dict[str, Any]]:
-    """How a plan ages: balancedness ``lag`` windows after the one it was made for (0 = that window itself)."""
+    """How a plan ages: balancedness ``lag`` windows after the one it was made for (0 = that window itself).
+
+    `balancedness` is the mean over layers, `total` the sum of means over the sum of maxes, which step time follows.
+    """
     count = len(workload.windows)
     lags = [0] + [2**power for power in range(12) if 2**power < count]
     starts = sorted({round(start) for start in np.linspace(0, max(count - 2, 0), min(plans, count))})
-    sums: dict[int, list[float]] = {lag: [] for lag in lags}
+    sums: dict[int, list[tuple[float, float]]] = {lag: [] for lag in lags}
     for start in starts:
         if not workload.windows[start].any():
             continue
         load_map = RankLoadMap.of(planned(workload.windows[start], settings, redundant))
         for lag in lags:
             if start + lag < count:
-                value = quick_balancedness(load_map(workload.windows[start + lag]))[0]
-                if value is not None:
-                    sums[lag].append(value)
-    return [{"lag": lag, "balancedness": float(np.mean(sums[lag]))} for lag in lags if sums[lag]]
+                mean, total = quick_balancedness(load_map(workload.windows[start + lag]))
+                if mean is not None and total is not None:
+                    sums[lag].append((mean, total))
+    curve = []
+    for lag in lags:
+        if sums[lag]:
+            mean, total = np.mean(sums[lag], axis=0)
+            curve.append({"lag": lag, "balancedness": float(mean), "total": float(total)})
+    return curve
 
 
 def good_for(curve: Sequence[dict[str, Any]], before: float) -> int | None:

@@ -29,7 +29,15 @@ from evenroute.eplb.dump_format import (
     checked_payload,
     split_payload,
 )
-from evenroute.eplb.foreign_source import Counts, LoadSource, PlacementEvent, Window, damaged
+from evenroute.eplb.foreign_source import (
+    Counts,
+    LoadSource,
+    PlacementEvent,
+    Window,
+    check_counts,
+    damaged,
+    reading,
+)
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.topology import Topology
 
@@ -133,7 +141,8 @@ class DumpReader:
                 raise self._named(error) from None
             counts: Counts = stored.astype(np.int64)
             if meta.dtype == "<f8":
-                counts = stored.astype(np.float64)
+                with reading(self.path):
+                    counts = check_counts(stored, f"window of step {meta.first_step}")
             yield Window(
                 counts,
                 meta.time,

@@ -120,7 +120,7 @@ def read_csv(path: Path) -> LoadSource:
             try:
                 rows.append([float(cell) for cell in cells])
             except ValueError:
-                if number:
+                if number or len(lines) == 1:
                     raise ValueError(f"row {number} is not numbers: {line[:60]!r}") from None
         return single_window_source(path, "csv", rectangular(rows), phase=phase_of_name(path))
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb.foreign_ranks import join_rank_sources
-from evenroute.eplb.foreign_source import LoadSource, Window, damaged, phase_of_name
+from evenroute.eplb.foreign_source import LoadSource, Window, beginning, damaged, is_text, phase_of_name
 
 
 class _Record(msgspec.Struct):
@@ -39,6 +39,9 @@ def _records(path: Path) -> Iterator[_Record]:
             try:
                 record = _DECODER.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                if number == 1 and is_text(line[:4096]) and line.lstrip()[:1] != b"{":
+                    what = f"plain text that begins {beginning(line)}, expected a router trace (JSON lines)"
+                    raise ValueError(f"{path}: {what}") from None
                 raise damaged(path, f"line {number}: {error}") from None
             if record.block != "mtp":
                 yield record

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from evenroute.eplb import foreign_ascend, foreign_megatron, foreign_sglang, foreign_trtllm
 from evenroute.eplb.dump_reader import is_dump, read_dump
 from evenroute.eplb.foreign_arrays import (
@@ -30,7 +28,10 @@ from evenroute.eplb.foreign_source import (
     LoadSource,
     PlacementEvent,
     PlacementMap,
+    beginning,
     damaged,
+    decode_json,
+    is_text,
     phase_of_name,
     reading,
     stacked_source,
@@ -44,6 +45,13 @@ from evenroute.eplb.placement_set import SET_FORMAT, load_placement_set
 PtReader = Callable[[Path], Any]
 NOT_LOADS = {".md", ".lock", ".partial", ".png", ".html", ".pdf"}
 SIDE_FILES = ("-wal", "-shm", "-journal")
+BINARY = {
+    ".npy": "a numpy array",
+    ".npz": "a numpy archive",
+    ".pt": "a file of torch.save",
+    ".pth": "a file of torch.save",
+    ".safetensors": "a safetensors file",
+}
 KNOWN = (
     "evenroute store, dump or placement; SGLang .pt or JSON; TensorRT-LLM statistics folder or YAML; "
     "vLLM-Ascend expert map; Megatron router trace; .npy .npz .csv .safetensors .json arrays; a log with EPLB lines"
@@ -151,6 +159,8 @@ def _open_one(
     if is_dump(head):
         return read_dump(path)
     suffix = path.suffix.lower()
+    if suffix in BINARY and is_text(head):
+        raise ValueError(f"{path}: plain text that begins {beginning(head)}, expected {BINARY[suffix]}")
     if head.startswith(b"PK") or suffix in (".pt", ".pth", ".npz"):
         return _open_archive(path, suffix, read_pt)
     if head.startswith(b"\x93NUMPY") or suffix == ".npy":
@@ -169,7 +179,8 @@ def _open_one(
         return _open_json(path)
     if suffix in (".log", ".txt", ".out", ".err") or MARK in head:
         return read_log(path)
-    raise ValueError(f"{path}: not a file of a known form, expected {KNOWN}")
+    what = f"plain text that begins {beginning(head)}" if is_text(head) else "not a file of a known form"
+    raise ValueError(f"{path}: {what}, expected {KNOWN}")
 
 
 def _open_archive(path: Path, suffix: str, read_pt: PtReader | None) -> LoadSource:
@@ -192,10 +203,7 @@ def _open_archive(path: Path, suffix: str, read_pt: PtReader | None) -> LoadSour
 
 
 def _open_json(path: Path) -> LoadSource:
-    try:
-        data = msgspec.json.decode(path.read_bytes())
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise damaged(path, error) from None
+    data = decode_json(path, path.read_bytes())
     if isinstance(data, list):
         with reading(path):
             return stacked_source(path, "JSON array", rectangular(data), phase=phase_of_name(path))

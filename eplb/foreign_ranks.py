@@ -39,6 +39,9 @@ def merged(counts_of_rank: RankPass, copies: bool) -> Counts:
     total = values[0].copy()
     for part in values[1:]:
         total += part
+        if total.min(initial=0) < 0:
+            layer = int((total < 0).any(axis=1).argmax())
+            raise ValueError(f"the ranks' counts of layer {layer} add up to more than {2**63 - 1}")
     return total
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -146,6 +147,63 @@ def damaged(path: Path | str, what: object) -> ValueError:
     return ValueError(f"{path}: truncated or damaged: {what}")
 
 
+def is_text(head: bytes) -> bool:
+    """Whether a file's first bytes are plain text (at least 8 of them, so that the stump of a binary file is none)."""
+    if len(head) < 8:
+        return False
+    try:
+        text = head.decode()
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 4:  # a character that the end of `head` cuts is fine
+            return False
+        text = head[: error.start].decode()
+    return all(char.isprintable() or char in "\t\n\r\f" for char in text)
+
+
+def beginning(head: bytes) -> str:
+    """The first words of a text, for messages."""
+    text = " ".join(head[:80].decode(errors="replace").split())
+    return repr(text if len(text) <= 40 else text[:37] + "...")
+
+
+def decode_json(path: Path, data: bytes) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        ValueError: it is plain text, holds NaN or an infinity (named by its place), or is truncated or damaged.
+    """
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if is_text(data[:4096]) and data.lstrip()[:1] not in (b"{", b"["):
+            raise ValueError(f"{path}: plain text that begins {beginning(data)}, expected JSON") from None
+        place = _odd_constant(data)
+        if place is not None:
+            raise ValueError(f"{path}: {place}, expected finite numbers (JSON has no other)") from None
+        raise damaged(path, error) from None
+
+
+def _odd_constant(data: bytes) -> str | None:
+    """Where the first NaN or infinity of a JSON text is; None if it is no JSON even with those."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    trail: list[tuple[str, Any]] = [("", value)]
+    while trail:
+        name, value = trail.pop()
+        if isinstance(value, float) and not np.isfinite(value):
+            return f"{name or 'the value'} is {value}"
+        if isinstance(value, dict):
+            trail += [(f"{name}.{key}" if name else str(key), item) for key, item in reversed(value.items())]
+        elif isinstance(value, list):
+            trail += [(f"{name}[{index}]", item) for index, item in reversed(list(enumerate(value)))]
+    return None
+
+
+LARGEST_SUM = 1e30
+"""Of a layer's loads in one window: what is summed over layers, ranks and windows, in float32 too, stays finite."""
+
 _DECODE_ERRORS = (
     KeyError,
     IndexError,
@@ -195,6 +253,12 @@ def check_counts(values: Any, where: str = "loads") -> Counts:
         raise ValueError(
             f"{where}: layer {layer} expert {expert} is {array[layer, expert]}, expected a finite number >= 0"
         )
+    limit = LARGEST_SUM if counts.dtype.kind == "f" else 2.0**62
+    with np.errstate(over="ignore"):
+        sums = counts.sum(axis=1, dtype=np.float64)
+    if not (sums <= limit).all():
+        layer = int((sums > limit).argmax())
+        raise ValueError(f"{where}: layer {layer} sums to {sums[layer]:g}, allowed at most {limit:g}")
     return counts
 
 

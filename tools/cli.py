@@ -7,6 +7,7 @@ general help) is asked for, so that `evenroute status` never pays for numba, and
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -49,7 +50,18 @@ def build_app(names: list[str]) -> typer.Typer:
 
     for name in names:
         importlib.import_module(f"evenroute.tools.cmd_{name}").register(app)
+    whole_short_helps(app)
     return app
+
+
+def whole_short_helps(app: typer.Typer) -> None:
+    """A command's line in the list of commands is its first paragraph, wrapped: click cuts what it derives itself."""
+    for command in app.registered_commands:
+        text = inspect.getdoc(command.callback) or ""
+        command.short_help = command.short_help or " ".join(text.partition("\n\n")[0].split())
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            whole_short_helps(group.typer_instance)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenroute.tools.errors import one_line_errors
+from evenroute.tools.errors import check_output, one_line_errors
 
 if TYPE_CHECKING:
     from evenroute.eplb.foreign_source import LoadSource, PlacementMap
@@ -54,6 +54,8 @@ def convert(
         raise ValueError(f"--what {what!r}, expected loads or placement")
     if key is not None and to != "evenroute":
         raise ValueError("--key belongs to evenroute placement sets: give --to evenroute")
+    if not (to == "trtllm" and target.is_dir()):  # its statistics are a folder
+        check_output("OUT", target)
     found = _open(source, from_key, num_experts)
     known = _placement(found)
     if what is None and found.has_loads and known is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenroute.tools.errors import one_line_errors
+from evenroute.tools.errors import check_output, one_line_errors
 
 if TYPE_CHECKING:
     from evenroute.eplb.foreign_source import LoadSource, PlacementMap
@@ -30,7 +30,9 @@ Top = Annotated[int, typer.Option(min=1, help="How many experts and ranks to lis
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
 PlanSlots = Annotated[
     int | None,
-    typer.Option(min=1, help="Slots of the plan in pictures; by default one redundant slot a rank."),
+    typer.Option(
+        min=1, help="Show what a plan with so many slots would bring; in pictures by default one more a rank."
+    ),
 ]
 Html = Annotated[Path | None, typer.Option(help="Write one self-contained page with heatmaps.")]
 Png = Annotated[Path | None, typer.Option(help="Write a picture for a ticket (needs matplotlib).")]
@@ -74,10 +76,10 @@ def inspect(
 ) -> None:
     """Show loads, balancedness, hot experts and ranks, placements and their effect."""
     ranges = tuple(window_range(text) for text in windows or [])
-    if plan_slots is not None and html is None and png is None:
-        raise ValueError(
-            f"--plan-slots {plan_slots}: only with --html FILE or --png FILE, which show the plan"
-        )
+    if plan_slots is not None and diff:
+        raise ValueError(f"--plan-slots {plan_slots}: not with --diff, which compares loads")
+    check_output("--html", html)
+    check_output("--png", png)
     settings = Settings(
         layer,
         diff,
@@ -195,10 +197,31 @@ def _inspect(
             continue
         histories.append(history)
         facts = history_facts(history, top=settings.top)
+        if settings.plan_slots is not None:
+            facts["plan"] = _plan(history, settings)
         if settings.layer is not None:
             facts["layer"] = layer_facts(history, settings.layer, top=settings.top)
         found.append(facts)
     return {"sources": found, "errors": errors}, histories
+
+
+def _plan(history: History, settings: Settings) -> dict[str, Any]:
+    """What a full plan for `--plan-slots` brings to this history's loads."""
+    from evenroute.eplb.load_report import named_balancedness
+    from evenroute.eplb.load_skew import RankLoadMap
+    from evenroute.eplb.loads import balancedness
+    from evenroute.tools.report_pictures import planned
+
+    if not history.total.any():
+        return {"num_slots": settings.plan_slots, "balancedness": None, "moves": 0, "reason": "no load"}
+    placement, moves, reason = planned(history, settings)
+    found = balancedness(RankLoadMap.of(placement)(history.total))
+    return {
+        "num_slots": placement.num_slots,
+        "balancedness": named_balancedness(found, history.source),
+        "moves": moves,
+        "reason": reason,
+    }
 
 
 def _diff(
@@ -255,6 +278,11 @@ def _show(result: dict[str, Any], settings: Settings) -> None:
         console.print(report_text.summary(facts, console.width))
     if len(sources) > 1:
         console.print(report_text.comparison(sources))
+        for facts in sources:
+            if "plan" in facts:
+                console.print(
+                    f"{facts['path']}: plan for {facts['plan']['num_slots']} slots, {facts['plan']['reason']}"
+                )
     for facts in sources:
         if "layer" in facts:
             console.print()

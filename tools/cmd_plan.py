@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenroute.tools.errors import one_line_errors
+from evenroute.tools.errors import check_output, one_line_errors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,6 +75,8 @@ def plan(
     from evenroute.eplb.planner import plan_placement
     from evenroute.eplb.topology import check_plan_numbers
 
+    check_output("-o", output)
+    check_output("--png", png)
     array, found = _read_windows(loads)
     if found > len(array):
         print(f"note: {found} windows found, the newest {len(array)} are planned from", file=sys.stderr)

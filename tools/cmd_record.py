@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenroute.tools.errors import one_line_errors
+from evenroute.tools.errors import check_output, one_line_errors
 from evenroute.tools.report_words import one_line, short
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def register(app: typer.Typer) -> None:
         """
         from evenroute.dist.status import query_status
 
+        check_output("-o", output)
         status = query_status(address, keys=keys, timeout_s=timeout)
         if output is None and status.recording_mode in ("", "stat"):
             raise ValueError("-o: missing, expected the file to write the windows to")

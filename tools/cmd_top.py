@@ -30,7 +30,7 @@ def top(
 
     if not interval > 0 or not timeout > 0:
         raise ValueError(f"--interval {interval:g} and --timeout {timeout:g} must be above 0")
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # names come from peers
     limit = frames if frames is not None else (None if console.is_terminal else 1)
     raise typer.Exit(watch(address, keys, interval, limit, timeout, console))
 

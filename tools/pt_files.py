@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,18 @@ def read_pt(path: Path) -> Any:
         raise ValueError(f"{path}: reading .pt files needs torch: pip install 'evenroute[rank]'") from None
     if path.stat().st_size == 0:
         raise damaged(path, "the file is empty")
+    with path.open("rb") as file:
+        head = file.read(2)
+    if head[:1] == b"\x80" and head[1:] != b"\x02":  # torch's older form is made of pickles of protocol 2
+        raise ValueError(
+            f"{path}: a pickle (protocol {head[1] if len(head) > 1 else '?'}), which is never executed; "
+            "expected a file of torch.save"
+        )
     mapped = zipfile.is_zipfile(path)  # the older form can only be read whole
     try:
-        data = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped or None)
+        with warnings.catch_warnings():  # torch's advice is for those who wrote the file
+            warnings.simplefilter("ignore")
+            data = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped or None)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)|class (\S+)", str(error))
         if found:

@@ -40,17 +40,23 @@ def _lines(facts: dict[str, Any], size: ExpertSize) -> list[tuple[str, str]]:
             f"{count(facts['tokens'])} tokens a layer; hottest expert {uneven['mean']:.1f} x mean "
             f"(worst layer {uneven['worst']:.1f})",
         ),
-        ("balancedness now", f"{number(facts['balancedness_now'])} ({facts['placement_now']})"),
-        ("after a plan", f"{number(facts['balancedness_after'])} with {redundant} redundant experts"),
+        (
+            "balancedness",
+            "mean over layers; total = sum of mean rank loads / sum of largest, which step time follows",
+        ),
+        ("now", f"{_both(facts, 'now')} ({facts['placement_now']})"),
+        ("after a plan", f"{_both(facts, 'after')} with {redundant} redundant experts"),
     ]
     if facts["balancedness_recorded"] is not None:
-        lines.append(("as recorded", f"{number(facts['balancedness_recorded'])} with the placements in use"))
+        lines.append(
+            ("as recorded", f"mean {number(facts['balancedness_recorded'])} with the placements in use")
+        )
     curve = ", ".join(
         f"{point['num_redundant_experts']}: {point['balancedness']:.4f}"
         for point in facts["redundancy_curve"]
     )
     lines += [
-        ("redundant experts", curve),
+        ("redundant experts", f"mean {curve}"),
         (
             "enough of them",
             f"{facts['smallest_redundancy_within_1_percent']} is the fewest within 1 % of the best",
@@ -66,11 +72,16 @@ def _lines(facts: dict[str, Any], size: ExpertSize) -> list[tuple[str, str]]:
         lines.append(
             (
                 f"steps of {facts['batch_tokens']:,} tokens",
-                f"balancedness {number(facts['batch_balancedness_now'])} -> "
+                f"mean balancedness {number(facts['batch_balancedness_now'])} -> "
                 f"{number(facts['batch_balancedness_after'])}",
             )
         )
     return lines + _price(facts, size) + [("window", _window(facts))] + _phases(facts)
+
+
+def _both(facts: dict[str, Any], when: str) -> str:
+    mean, total = facts[f"balancedness_{when}"], facts[f"total_balancedness_{when}"]
+    return f"mean {number(mean)}, total {number(total)}"
 
 
 def _ageing(facts: dict[str, Any]) -> str:
@@ -80,12 +91,12 @@ def _ageing(facts: dict[str, Any]) -> str:
         values = ", ".join(f"{point['lag']}: {point['balancedness']:.3f}" for point in facts["ageing"])
         lasts = facts["plan_stays_good_windows"]
         seconds = facts["plan_stays_good_seconds"]
-        text = f"balancedness by stretches since the plan {values}; "
+        text = f"mean balancedness by stretches since the plan {values}; "
         if lasts is None:
             text += "it kept half of its gain to the end of this history"
         else:
             text += f"half of the gain is lost after {lasts}" + (f" ({duration(seconds)})" if seconds else "")
-    return text + ("" if other is None else f"; under another file's plan {other:.4f}")
+    return text + ("" if other is None else f"; under another file's plan mean {other:.4f}")
 
 
 def duration(seconds: float) -> str:

@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from evenroute.tools.report_words import short
+from evenroute.tools.report_words import one_line, short
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NO_DATA = "no data"
@@ -54,7 +54,7 @@ def pairs(rows: Sequence[tuple[str, str]]) -> Table:
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in rows:
-        grid.add_row(name, value)
+        grid.add_row(name, one_line(value))
     return grid
 
 
@@ -78,6 +78,8 @@ def summary(facts: dict[str, Any], width: int) -> RenderableType:
     parts: list[RenderableType] = [Text(facts["path"], style="bold"), pairs(_heading(facts))]
     if balance is not None:
         parts += [Text(), _balancedness(facts, balance, width)]
+    if "plan" in facts:
+        parts += [Text(), _plan(facts["plan"])]
     parts += [Text(), _skew(facts["skew"])]
     if width >= 100:
         side = Table.grid(padding=(0, 4))
@@ -142,6 +144,18 @@ def _balancedness(facts: dict[str, Any], balance: dict[str, Any], width: int) ->
     if len(series) > 1:
         parts.append(Text(f"over time  {sparkline(series, max(width - 14, 10))}", no_wrap=True))
     return Group(*parts)
+
+
+def _plan(plan: dict[str, Any]) -> RenderableType:
+    """`--plan-slots N`."""
+    title = Text(f"With a plan for {plan['num_slots']} slots", style="bold")
+    balance = plan["balancedness"]
+    if balance is None:
+        return Group(title, Text(NO_DATA))
+    worst = balance["worst_layer"]
+    line = f"mean over layers {number(balance['mean'])}   worst {number(balance['worst'])}"
+    line += f"{'' if worst is None else f' (layer {worst})'}   total {number(balance['total'])}"
+    return Group(title, Text(line), Text(plan["reason"]))
 
 
 def _skew(skew: dict[str, Any]) -> Table:
@@ -342,5 +356,8 @@ def diff(facts: dict[str, Any]) -> RenderableType:
 
 def console(*, at_least: int = 0) -> Console:
     """The console for results: stdout, plain when it is not a terminal; never narrower than `at_least` columns."""
-    found = Console(highlight=False, soft_wrap=False)
-    return found if found.width >= at_least else Console(highlight=False, soft_wrap=False, width=at_least)
+    # No markup: names come from files and peers, and a "[" in one is no instruction.
+    found = Console(highlight=False, soft_wrap=False, markup=False)
+    if found.width >= at_least:
+        return found
+    return Console(highlight=False, soft_wrap=False, markup=False, width=at_least)

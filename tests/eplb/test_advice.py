@@ -94,6 +94,23 @@ class TestFigures:
         assert facts["experts_share_is"] == "given"
         assert "upper bound" in facts["gain_basis"]
 
+    @pytest.mark.parametrize("batch", [None, 4096])
+    def test_the_headline_uses_the_figure_that_step_time_follows(self, batch: int | None) -> None:
+        """Layers of very different load: there the mean over layers says something else than the total."""
+        rng = np.random.default_rng(0)
+        base = skewed() * np.geomspace(1, 100, LAYERS)[:, None]
+        for windows in ([base], [base * rng.lognormal(0, 0.2, base.shape) for _ in range(6)]):
+            facts = advise([Workload("a", windows)], replace(SETTINGS, batch_tokens=batch, top_k=2))
+            now, expected = facts["total_balancedness_now"], facts["total_balancedness_expected"]
+            plain = Placement.initial(LAYERS, EXPERTS, EXPERTS, Topology(8))
+            assert now == pytest.approx(balancedness(rank_loads(np.sum(windows, axis=0), plain)).total)
+            assert abs(now - facts["balancedness_now"]) > 0.001
+            saved = 1 - now / expected
+            assert facts["step_time_gain"] == pytest.approx(SETTINGS.experts_share * saved)
+            assert facts["reasons"][0].startswith(
+                f"total balancedness {now:.3f} -> {expected:.3f}: a step gets "
+            )
+
     def test_an_old_plan_gains_less_than_a_fresh_one(self) -> None:
         rng = np.random.default_rng(0)
         base = skewed()

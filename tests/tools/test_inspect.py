@@ -227,7 +227,7 @@ class TestUnreadable:
             ('{"logical_count": [[1, 2], [3', ["truncated or damaged"]),
             ('{"logical_count": [[1, 2], [3]]}', ["row lengths [1, 2]"]),
             ('{"logical_count": [[1, -2]]}', ["layer 0 expert 1", "-2"]),
-            ('{"logical_count": [[1, NaN]]}', ["truncated or damaged"]),
+            ('{"logical_count": [[1, NaN]]}', ["logical_count[0][1] is nan"]),
             ('{"logical_count": [[1, "x"]]}', ["numbers"]),
             ('{"logical_count": []}', ["rows"]),
             ('{"logical_count": 3}', ["logical_count must be"]),
