@@ -1,5 +1,5 @@
-"""Every PromQL expression of the alerts and of the dashboard, by a real parser of the language: grammar, functions, types
-of operands. (promtool, where it is installed, also runs the alerts' own unit tests: test_prometheus.py.)"""
+"""Every PromQL expression of the alerts and of the dashboard, by a real parser of the language: grammar, functions and
+types of operands. (promtool, where it is installed, also runs the alerts' own unit tests: test_prometheus.py.)"""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def test_expression_is_promql(expression: str) -> None:
     ],
 )
 def test_the_parser_refuses_what_is_wrong(wrong: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 (its messages are the parser's own)
+    with pytest.raises(ValueError):
         promql_parser.parse(wrong)

@@ -173,6 +173,8 @@ def test_the_walk_would_find_what_is_wrong() -> None:
         check_template(["evenroute", "status", "ADDR", "--keyz", "FILE"])
     with pytest.raises(Exception, match=r"[Nn]o such option"):
         parse_evenroute(["status", "ipc:///x", "--tiemout", "3"])
+    with pytest.raises(SystemExit):
+        parse_evenroute(["bench", "ep", "--load", "x.json"])
     assert "evenroute_rank_verson" not in metric_names()
 
 

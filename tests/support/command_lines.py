@@ -57,7 +57,19 @@ def parse_evenroute(argv: list[str]) -> dict[str, Any]:
         if name == "stress":
             ranks, flags = split_launcher_flag(list(words))
             return vars(parse_options(with_real_files(flags), ep_size=ranks))
+        if name == "bench":
+            return _parse_bench(list(words))
     return dict(context.params)
+
+
+def _parse_bench(words: list[str]) -> dict[str, Any]:
+    """The flags of a benchmark by its own parser, as on a host with GPUs."""
+    from evenroute.tools import bench_ep_options, bench_migration_options
+
+    parsers = {"ep": bench_ep_options.parse, "migration": bench_migration_options.parse}
+    if words and words[0] in parsers:
+        return vars(parsers[words[0]](words[1:], True, None))
+    return {}
 
 
 def parse_torchrun(
