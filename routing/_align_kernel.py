@@ -3,11 +3,8 @@
 Buckets: id + 1 for ids in [0, num_experts), else 0; bin `num_buckets` collects what lies behind the batch. Order
 inside a bucket comes from scans and sorts over the flat index, never from atomics, so it is the same in every run.
 
-An element's place is (blocks before its bucket) * block + its rank inside the bucket, and the blocks before a bucket
-are the elements of smaller buckets that open a block (rank divisible by the block). So small batches need no bins at
-all, only comparisons of all with all:
-`align_small_kernel` one launch; `rank_kernel`, `place_ranked_kernel` two, for a few thousand elements;
-`align_counted_kernel` one launch where the router has counted.
+`align_once_kernel` (up to a few thousand ids, one launch): a program owns a few buckets; each counts the whole batch,
+which is cheaper than agreeing with the others (or takes the router's counts), and places its own buckets' elements.
 `count_kernel`, `scan_kernel`, `place_kernel` (large batches): counts per chunk of the batch, their prefix over
 chunks, then every chunk sorts its elements by bucket and writes them out.
 """
@@ -62,188 +59,94 @@ def _fill(pointer, value, length, first, step, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _ranks(ids_ptr, own_index, own_bucket, numel, num_experts, OWN: tl.constexpr, COLUMNS: tl.constexpr):
-    """How many elements of the same bucket come before each own one, by comparison with all."""
-    rank = tl.zeros([OWN], tl.int32)
-    for begin in range(0, numel, COLUMNS):
-        index = begin + tl.arange(0, COLUMNS)
-        inside = index < numel
-        bucket = _buckets(tl.load(ids_ptr + index, mask=inside, other=-1), num_experts, inside)
-        same = (bucket[None, :] == own_bucket[:, None]) & (index[None, :] < own_index[:, None])
-        rank += tl.sum(same.to(tl.int32), axis=1)
-    return rank
+def _bits_of_half(word):
+    word = word.to(tl.uint32)
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
-def _openers(bucket, rank, num_experts, BLOCK_SIZE: tl.constexpr, DROP: tl.constexpr):
-    """Bucket of an element that opens a block, else a number above all buckets."""
-    opens = (rank % BLOCK_SIZE == 0) & (bucket <= num_experts)
-    if DROP:
-        opens = opens & (bucket > 0)
-    return tl.where(opens, bucket, num_experts + 2)
+def _bits_set(word, BITS: tl.constexpr):
+    number = _bits_of_half(word)
+    if BITS == 64:
+        number += _bits_of_half(word >> 32)
+    return number
 
 
 @triton.jit
-def _store_starts(cumsum_ptr, opener, num_experts, first, step, BLOCK_SIZE: tl.constexpr, BINS: tl.constexpr):
-    """Starts of the buckets first.. (every `step`): a block before them for each smaller opener."""
-    for begin in range(first, num_experts + 2, step):
-        bins = begin + tl.arange(0, BINS)
-        blocks = tl.sum((opener[None, :] < bins[:, None]).to(tl.int32), axis=1)
-        tl.store(cumsum_ptr + bins, blocks * BLOCK_SIZE, mask=bins < num_experts + 2)
-
-
-@triton.jit(do_not_specialize=["numel", "capacity", "num_blocks"])
-def align_small_kernel(
-    sorted_ids,
-    expert_ids,
-    total_ptr,
-    cumsum_ptr,
-    inverse_ptr,
-    ids_ptr,
-    numel,
-    num_experts,
-    capacity,
-    num_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    N: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PLACES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    DROP: tl.constexpr,
-    HAS_CUMSUM: tl.constexpr,
-    HAS_INVERSE: tl.constexpr,
-):
-    """One launch: every program ranks the whole batch and writes its own PLACES and BLOCKS of the outputs."""
-    program = tl.program_id(0)
-    index = tl.arange(0, N)
-    inside = index < numel
-    bucket = _buckets(tl.load(ids_ptr + index, mask=inside, other=-1), num_experts, inside)
-    # Sums over axis 0: a thread adds up its own elements in registers.
-    rank = tl.zeros([N], tl.int32)
-    for begin in range(0, numel, COLUMNS):
-        other = begin + tl.arange(0, COLUMNS)
-        known = other < numel
-        other_bucket = _buckets(tl.load(ids_ptr + other, mask=known, other=-1), num_experts, known)
-        same = (other_bucket[:, None] == bucket[None, :]) & (other[:, None] < index[None, :])
-        rank += tl.sum(same.to(tl.int32), axis=0)
-    opener = _openers(bucket, rank, num_experts, BLOCK_SIZE, DROP)
-    before = tl.zeros([N], tl.int32)
-    for begin in range(0, numel, COLUMNS):
-        other_opener = tl.gather(opener, begin + tl.arange(0, COLUMNS), 0)
-        before += tl.sum((other_opener[:, None] < bucket[None, :]).to(tl.int32), axis=0)
-    written = inside
-    if DROP:
-        written = inside & (bucket > 0)
-    place = before * BLOCK_SIZE + rank
-    first = program * PLACES
-    first_block = program * BLOCKS
-    _fill(sorted_ids, numel, tl.minimum(capacity, first + PLACES), first, PLACES, PLACES)
-    _fill(expert_ids, -1, tl.minimum(num_blocks, first_block + BLOCKS), first_block, BLOCKS, BLOCKS)
+def _shared_zeros(words, program, DECLARE: tl.constexpr):
+    """Address of shared memory (DECLARE says how much) whose first words, as many as `words` counts up to, are 0."""
+    base = tl.inline_asm_elementwise(DECLARE, "=r,r", [program], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        "st.shared.u32 [$1], 0; mov.u32 $0, 0;",
+        "=r,r",
+        [base + words * 4],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
     tl.debug_barrier()
-    tl.store(sorted_ids + place, index, mask=written & (place >= first) & (place < first + PLACES))
-    block = before + rank // BLOCK_SIZE
-    opens = (opener <= num_experts) & (block >= first_block) & (block < first_block + BLOCKS)
-    tl.store(expert_ids + block, bucket - 1, mask=opens)
-    if program == 0:
-        tl.store(total_ptr, tl.sum((opener <= num_experts).to(tl.int32), axis=0) * BLOCK_SIZE)
-        if HAS_INVERSE:
-            tl.store(inverse_ptr + index, tl.where(written, place, -1), mask=inside)
-    if HAS_CUMSUM:
-        _store_starts(cumsum_ptr, opener, num_experts, program * 16, tl.num_programs(0) * 16, BLOCK_SIZE, 16)
+    return base
 
 
-@triton.jit(do_not_specialize=["numel", "capacity", "num_blocks"])
-def rank_kernel(
-    sorted_ids,
-    expert_ids,
-    ranks,
-    openers,
-    ids_ptr,
-    numel,
-    num_experts,
-    capacity,
-    num_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    OWN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FILL: tl.constexpr,
-    DROP: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """First of two launches: rank and opener of OWN elements; fills sorted_ids and expert_ids."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    index = program * OWN + tl.arange(0, OWN)
-    inside = index < numel
-    bucket = _buckets(tl.load(ids_ptr + index, mask=inside, other=-1), num_experts, inside)
-    rank = _ranks(ids_ptr, index, bucket, numel, num_experts, OWN, COLUMNS)
-    tl.store(ranks + index, rank, mask=inside)
-    tl.store(openers + index, _openers(bucket, rank, num_experts, BLOCK_SIZE, DROP), mask=inside)
-    _fill(sorted_ids, numel, capacity, program * FILL, programs * FILL, FILL)
-    _fill(expert_ids, -1, num_blocks, program * FILL, programs * FILL, FILL)
+@triton.jit
+def _shared_words(address, BITS: tl.constexpr):
+    if BITS == 64:
+        return tl.inline_asm_elementwise(
+            "ld.shared.u64 $0, [$1];", "=l,r", [address], dtype=tl.int64, is_pure=False, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.shared.u32 $0, [$1];", "=r,r", [address], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
-@triton.jit(do_not_specialize=["numel"])
-def place_ranked_kernel(
-    sorted_ids,
-    expert_ids,
-    total_ptr,
-    cumsum_ptr,
-    inverse_ptr,
-    ranks,
-    openers,
-    ids_ptr,
-    numel,
-    num_experts,
-    BLOCK_SIZE: tl.constexpr,
-    OWN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DROP: tl.constexpr,
-    HAS_CUMSUM: tl.constexpr,
-    HAS_INVERSE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Second launch: blocks before an element's bucket = openers of smaller buckets."""
-    program = tl.program_id(0)
-    index = program * OWN + tl.arange(0, OWN)
-    inside = index < numel
-    bucket = _buckets(tl.load(ids_ptr + index, mask=inside, other=-1), num_experts, inside)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    rank = tl.load(ranks + index, mask=inside, other=0)
-    before = tl.zeros([OWN], tl.int32)
-    blocks = tl.zeros([], tl.int32)
-    for begin in range(0, numel, COLUMNS):
-        other = begin + tl.arange(0, COLUMNS)
-        opener = tl.load(openers + other, mask=other < numel, other=num_experts + 2)
-        before += tl.sum((opener[None, :] < bucket[:, None]).to(tl.int32), axis=1)
-        if program == 0:
-            blocks += tl.sum((opener <= num_experts).to(tl.int32), axis=0)
-    written = inside
-    if DROP:
-        written = inside & (bucket > 0)
-    place = before * BLOCK_SIZE + rank
-    tl.store(sorted_ids + place, index, mask=written)
-    tl.store(expert_ids + before + rank // BLOCK_SIZE, bucket - 1, mask=written & (rank % BLOCK_SIZE == 0))
-    if HAS_INVERSE:
-        tl.store(inverse_ptr + index, tl.where(written, place, -1), mask=inside)
-    if program == 0:
-        tl.store(total_ptr, blocks * BLOCK_SIZE)
-    if HAS_CUMSUM:
-        for first in range(program * 16, num_experts + 2, tl.num_programs(0) * 16):
-            bins = first + tl.arange(0, 16)
-            starts = tl.zeros([16], tl.int32)
-            for begin in range(0, numel, COLUMNS):
-                other = begin + tl.arange(0, COLUMNS)
-                opener = tl.load(openers + other, mask=other < numel, other=num_experts + 2)
-                starts += tl.sum((opener[None, :] < bins[:, None]).to(tl.int32), axis=1)
-            tl.store(cumsum_ptr + bins, starts * BLOCK_SIZE, mask=bins < num_experts + 2)
+@triton.jit
+def _mark(base, bucket, own, mine, index, N: tl.constexpr, BINS: tl.constexpr, COUNTED: tl.constexpr):
+    """Counts every element in its bin (unless COUNTED), and sets the bit of an own one in its bucket's mask.
+
+    Sums and bits do not depend on the order of the atomics. A thread adds for every element it holds, so elements must
+    not be fewer than threads.
+    """
+    if not COUNTED:
+        tl.inline_asm_elementwise(
+            "red.shared.add.u32 [$1], 1; mov.u32 $0, 0;",
+            "=r,r",
+            [base + bucket * 4],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    # 32 bits at a time: little-endian halves of the words.
+    half = base + BINS * 4 + own * (N // 8) + index // 32 * 4
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p red.shared.or.b32 [$1], $2; mov.u32 $0, 0; }",
+        "=r,r,r,r",
+        [half, (1 << (index % 32)).to(tl.int32), mine.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["numel", "capacity", "num_blocks"])
-def align_counted_kernel(
+@triton.jit
+def _masks(own, mine, index, N: tl.constexpr, BITS: tl.constexpr, OWN: tl.constexpr):
+    """The masks of `_mark` without shared memory, for the interpreter: [OWN, N / BITS]."""
+    WORD: tl.constexpr = tl.int64 if BITS == 64 else tl.int32
+    bucket = tl.arange(0, OWN)[:, None]
+    masks = tl.zeros([OWN, N // BITS], WORD)
+    value = tl.full([N], 1, WORD) << (index % BITS).to(WORD)
+    for j in tl.static_range(OWN):
+        words = tl.sum(tl.reshape(tl.where(mine & (own == j), value, 0), [N // BITS, BITS]), axis=1)
+        masks = tl.where(bucket == j, words[None, :], masks)
+    return masks
+
+
+@triton.jit(do_not_specialize=["numel", "capacity", "num_blocks"], do_not_specialize_on_alignment=["ids_ptr"])
+def align_once_kernel(
     sorted_ids,
     expert_ids,
     total_ptr,
@@ -257,56 +160,105 @@ def align_counted_kernel(
     num_blocks,
     BLOCK_SIZE: tl.constexpr,
     PAD: tl.constexpr,
-    OWN: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    N: tl.constexpr,
     BINS: tl.constexpr,
-    BUCKETS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    OWN: tl.constexpr,
+    BITS: tl.constexpr,
+    COUNTED: tl.constexpr,
+    SHARED: tl.constexpr,
+    WORDS: tl.constexpr,
+    DECLARE: tl.constexpr,
     FILL: tl.constexpr,
     DROP: tl.constexpr,
     HAS_CUMSUM: tl.constexpr,
     HAS_INVERSE: tl.constexpr,
 ):
-    """One launch with the router's counts: OWN elements and BUCKETS buckets' padding a program."""
+    """One launch: every program counts the whole batch and places the elements of its own OWN buckets.
+
+    The own elements are bits of masks, one a valid bucket: an element's rank is the number of bits before it.
+    COUNTED: the router has counted. SHARED: masks and counts by atomics in WORDS of shared memory (DECLARE), else, for
+    the interpreter, by reductions. BITS of a mask's words: so many that a bucket's words lie in one warp.
+    `ids_ptr` is read by single words on purpose: after loads of 16 bytes the batch is moved through shared memory.
+    """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    bins = tl.arange(0, BINS)
-    counts = tl.load(histogram_ptr + bins - 1, mask=(bins > 0) & (bins <= num_experts), other=0)
-    counts = tl.where(bins == 0, numel - tl.sum(counts, axis=0), counts)
-    padded = _padded_counts(counts, bins, num_experts, BLOCK_SIZE, DROP)
-    ends = tl.cumsum(padded, axis=0)
-    starts = ends - padded
-    total = tl.sum(padded, axis=0)
-
-    index = program * OWN + tl.arange(0, OWN)
+    first = program * OWN
+    index = tl.arange(0, N)
     inside = index < numel
+    bins = tl.arange(0, BINS)
+    if SHARED:
+        base = _shared_zeros(tl.arange(0, WORDS), program, DECLARE)
     bucket = _buckets(tl.load(ids_ptr + index, mask=inside, other=-1), num_experts, inside)
-    place = tl.gather(starts, bucket, 0)
-    place += _ranks(ids_ptr, index, bucket, numel, num_experts, OWN, COLUMNS)
-    written = inside
+    own = bucket - first
+    mine = inside & (own >= 0) & (own < OWN) & (bucket > 0)
+    j = tl.arange(0, OWN)
+    word = tl.arange(0, N // BITS)
+    if SHARED:
+        _mark(base, bucket, own, mine, index, N, BINS, COUNTED)
+        mask = _shared_words(base + BINS * 4 + j[:, None] * (N // 8) + word[None, :] * (BITS // 8), BITS)
+    else:
+        mask = _masks(own, mine, index, N, BITS, OWN)
+    if COUNTED:
+        counts = tl.load(histogram_ptr + bins - 1, mask=(bins > 0) & (bins <= num_experts), other=0)
+    elif SHARED:
+        counts = _shared_words(base + bins * 4, 32)
+    else:
+        counts = tl.histogram(bucket, BINS)
+    # Blocks of valid buckets, of those before the own ones, and valid elements: one sum, 20 bits each.
+    counts = tl.where((bins > 0) & (bins <= num_experts), counts, 0).to(tl.int64)
+    blocks = (counts + BLOCK_SIZE - 1) // BLOCK_SIZE
+    sums = tl.sum(blocks + (tl.where(bins < first, blocks, 0) << 20) + (counts << 40), axis=0)
+    invalid = numel - (sums >> 40).to(tl.int32)
     if DROP:
-        written = inside & (bucket > 0)
-    tl.store(sorted_ids + place, index, mask=written)
-    if HAS_INVERSE:
-        tl.store(inverse_ptr + index, tl.where(written, place, -1), mask=inside)
+        invalid = 0
+    sentinel = (invalid + BLOCK_SIZE - 1) // BLOCK_SIZE
+    blocks_total = (sums & 0xFFFFF).to(tl.int32) + sentinel
+    total = blocks_total * BLOCK_SIZE
+    blocks_before = ((sums >> 20) & 0xFFFFF).to(tl.int32) + tl.where(first > 0, sentinel, 0)
 
-    for first in range(program * BUCKETS, num_experts + 1, programs * BUCKETS):
-        own = tl.minimum(first + tl.arange(0, BUCKETS), num_experts + 1)
-        own_end = tl.gather(ends, own, 0)
-        own_start = tl.gather(starts, own, 0)
-        # A dropped bucket has a count, but neither place nor padding.
-        used = own_start + tl.where(own_end > own_start, tl.gather(counts, own, 0), 0)
-        for begin in range(0, BLOCK_SIZE, PAD):
-            pad = used[:, None] + begin + tl.arange(0, PAD)[None, :]
-            tl.store(
-                sorted_ids + pad, tl.zeros([BUCKETS, PAD], tl.int32) + numel, mask=pad < own_end[:, None]
-            )
-    _store_expert_ids(
-        expert_ids, ends, total, num_blocks, program * BLOCKS, programs * BLOCKS, BLOCK_SIZE, BLOCKS
-    )
+    bits = _bits_set(mask, BITS)
+    count = tl.where(first + j == 0, invalid, tl.sum(bits, axis=1))
+    own_blocks = (count + BLOCK_SIZE - 1) // BLOCK_SIZE
+    end = (blocks_before + tl.cumsum(own_blocks, axis=0)) * BLOCK_SIZE
+    start = end - own_blocks * BLOCK_SIZE
+    place = start[:, None] + tl.cumsum(bits, axis=1) - bits
+    left = tl.max(tl.max(bits, axis=1), axis=0)
+    while left > 0:
+        lowest = mask & -mask
+        source = word[None, :] * BITS + _bits_set(lowest - 1, BITS)
+        tl.store(sorted_ids + place, source, mask=mask != 0)
+        if HAS_INVERSE:
+            tl.store(inverse_ptr + source, place, mask=mask != 0)
+        place += 1
+        mask = mask & (mask - 1)
+        left -= 1
+
+    used = start + count
+    for begin in range(0, BLOCK_SIZE - 1, PAD):
+        pad = used[:, None] + begin + tl.arange(0, PAD)[None, :]
+        tl.store(sorted_ids + pad, tl.zeros([OWN, PAD], tl.int32) + numel, mask=pad < end[:, None])
+    for begin in range(0, tl.max(own_blocks, axis=0), 4):
+        block = (start // BLOCK_SIZE)[:, None] + begin + tl.arange(0, 4)[None, :]
+        expert = tl.broadcast_to((first - 1 + j)[:, None], [OWN, 4])
+        tl.store(expert_ids + block, expert, mask=block < (end // BLOCK_SIZE)[:, None])
     _fill(sorted_ids, numel, capacity, total + program * FILL, programs * FILL, FILL)
+    _fill(expert_ids, -1, num_blocks, blocks_total + program * 32, programs * 32, 32)
+    if HAS_CUMSUM:
+        tl.store(cumsum_ptr + first + j, start, mask=first + j <= num_experts)
     if program == 0:
-        _store_totals(total_ptr, cumsum_ptr, starts, total, bins, num_experts, HAS_CUMSUM)
+        tl.store(total_ptr, total)
+        if HAS_CUMSUM:
+            tl.store(cumsum_ptr + num_experts + 1, total)
+        none = inside & (bucket == 0)
+        if DROP:
+            if HAS_INVERSE:
+                tl.store(inverse_ptr + index, tl.zeros([N], tl.int32) - 1, mask=none)
+        elif invalid > 0:
+            # Whole rows of padding would fill words of a mask: these are ranked by a scan, from place 0 on.
+            rank = tl.cumsum(none.to(tl.int32), axis=0) - 1
+            tl.store(sorted_ids + rank, index, mask=none)
+            if HAS_INVERSE:
+                tl.store(inverse_ptr + index, rank, mask=none)
 
 
 @triton.jit(do_not_specialize=["numel", "capacity"])

@@ -55,7 +55,7 @@ class AlignBuffers:
         from evenroute.routing.align_plan import plan_align
 
         capacity = align_capacity(numel, block_size, num_experts)
-        scratch = plan_align(numel, has_histogram=False).scratch_words(numel, num_experts)
+        scratch = plan_align(numel, num_experts).scratch_words(num_experts)
 
         def words(length: int) -> Tensor:
             return torch.empty(length, dtype=torch.int32, device=device)

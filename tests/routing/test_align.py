@@ -72,7 +72,7 @@ def check(ids, block_size, num_experts, invalid, backend, *, plan=None, counted=
             backend=backend,
         )
     else:
-        scratch = torch.empty(plan.scratch_words(ids.numel(), num_experts), dtype=torch.int32, device=DEVICE)
+        scratch = torch.empty(plan.scratch_words(num_experts), dtype=torch.int32, device=DEVICE)
         out = AlignBuffers(out.sorted_ids, out.expert_ids, out.num_tokens_post_padded, scratch)
         launch_align(
             ids.flatten(),
@@ -191,16 +191,36 @@ def test_no_tokens(backend):
     assert cumsum.tolist() == [0] * 10
 
 
-@pytest.mark.parametrize("kind", ["small", "counted", "ranked"])
+@pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("invalid", ["sentinel", "drop"])
+@pytest.mark.parametrize("own", [2, 4])
 @pytest.mark.parametrize("shape", [(1, 8), (32, 8), (39, 7)])
-def test_small_batches(kind, invalid, shape):
-    if kind == "small" and shape[0] > 32:
-        shape = (17, 7)
-    plan = AlignPlan(kind)
-    for block_size, experts in ((64, 40), (5, 1)) if invalid == "drop" else ((4, 40), (1, 9)):
+def test_small_batches(counted, invalid, own, shape):
+    plan = AlignPlan("once", own=own, warps=4)
+    for block_size, experts in ((64, 13), (5, 1)) if invalid == "drop" else ((4, 13), (1, 9)):
         ids = draw(shape, experts, 3, bad=0.1)
-        check(ids, block_size, experts, invalid, BACKEND, plan=plan, counted=kind == "counted")
+        check(ids, block_size, experts, invalid, BACKEND, plan=plan, counted=counted)
+
+
+@pytest.mark.parametrize("numel", [1025, 2048])
+def test_masks_of_wide_words(numel):
+    """From 1025 ids on a bucket's mask has words of 64 bits; one bucket may hold them all."""
+    plan = AlignPlan("once", own=4, warps=4)
+    check(draw((numel, 1), 6, numel, bad=0.1), 16, 6, "sentinel", BACKEND, plan=plan)
+    check(torch.full((numel, 1), 2, dtype=torch.int32), 64, 3, "drop", BACKEND, plan=plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize("experts", [288, 3000])
+def test_small_batches_of_every_size(experts, warps):
+    """Every element is counted once, whatever the layout: sizes from below the threads to the limit."""
+    for numel in (1, 127, 300, 1000, 2048, 4096):
+        for counted in (False, True):
+            for invalid, own in (("sentinel", 4), ("drop", 2)):
+                plan = AlignPlan("once", own=own, warps=warps)
+                ids = draw((numel, 1), experts, numel, bad=0.05)
+                check(ids, 64, experts, invalid, BACKEND, plan=plan, counted=counted)
 
 
 @pytest.mark.parametrize("invalid", ["sentinel", "drop"])
@@ -215,14 +235,16 @@ def test_chunked_launches(numel, block_size, experts, invalid):
 
 
 def test_sizes_around_the_limits_of_the_plans():
-    sizes = (255, 256, 257, 4095, 4096, 4097, 32767, 32768, 1 << 18) if COMPILED else (256, 257)
+    sizes = (512, 513, 4095, 4096, 4097, 32767, 32768, 1 << 18) if COMPILED else (128, 129)
     for numel in sizes:
         for counted in (False, True):
-            check(draw((numel, 1), 24, numel), 16, 24, "sentinel", BACKEND, counted=counted)
-    kinds = [plan_align(n, has_histogram=False).kind for n in (256, 257, 4096, 4097, 1 << 20)]
-    assert kinds == ["small", "ranked", "ranked", "chunks", "chunks"]
-    counted = [plan_align(n, has_histogram=True).kind for n in (256, 257, 4096, 4097)]
-    assert counted == ["small", "counted", "counted", "chunks"]
+            check(
+                draw((numel, 1), 24 if COMPILED else 7, numel), 16, 24, "sentinel", BACKEND, counted=counted
+            )
+    kinds = [
+        plan_align(*sizes).kind for sizes in ((1, 8190), (4096, 288), (4097, 288), (1, 8191), (1 << 20, 8))
+    ]
+    assert kinds == ["once", "once", "chunks", "chunks", "chunks"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -231,7 +253,7 @@ def test_b15_same_order_every_time(backend, shape):
     tokens, top_k, experts, block_size = shape
     interpreted = not COMPILED and backend != "reference"
     if interpreted:
-        tokens = min(tokens, 16)
+        tokens, experts = min(tokens, 16), min(experts, 32)
     ids = draw((tokens, top_k), experts, 15).to(DEVICE)
     first = moe_align_block_size(ids, block_size, experts, backend=backend)
     for _ in range(1 if interpreted else 99):
