@@ -28,6 +28,7 @@ from evenroute.dist.control import RANK_ROLES, Status, encode_control
 from evenroute.dist.control_service import ControlService
 from evenroute.dist.core_store import CoreStore
 from evenroute.dist.file_watch import FileWatch
+from evenroute.dist.in_use import InUseLog
 from evenroute.dist.job_gate import JobGate
 from evenroute.dist.job_lock import JobLock
 from evenroute.dist.keys import load_server_keys
@@ -109,6 +110,7 @@ class Rebalancer:
         self.plans = PlanCycle(self.core, self.config.planner, now)
         self.recorder = Recorder(self._store)
         self.core.keep_rank_detail = self.recorder.per_rank
+        self._in_use = InUseLog(self.core, self._add_event)
         self._status_builder = StatusBuilder(self.config, self.core, self.plans, now)
         self._rejected: Counter[str] = Counter()
         self._log = LimitedLog(logger)
@@ -279,6 +281,7 @@ class Rebalancer:
         for peer, frame in self._control.orders(now):
             assert isinstance(peer, bytes)
             self._link.send(peer, frame, control=True)
+        self._in_use.note(now, time.time())
 
     def _send(self, out: Sequence[Outgoing]) -> None:
         assert self._link is not None
@@ -335,6 +338,10 @@ class Rebalancer:
             recorder=self.recorder,
             rank_recordings=self._control.passes.of_ranks(self.recorder.passes()),
         )
+
+    def _add_event(self, kind: str, text: str, stamp: float) -> None:
+        assert self._store is not None
+        self._store.add_event(kind, text, epoch=self.core.epoch, now=stamp)
 
     # ---------------------------------------------------------------------------------- housekeeping
 

@@ -258,6 +258,7 @@ def read_dump(path: Path) -> LoadSource:
         phase=header.phase,
         layer_ids=None if header.layer_ids is None else tuple(header.layer_ids),
         placements=reader.placements(),
+        placements_are="in use" if header.mode != "stat" else "published",
         recording=header.recording,
         part=header.part,
         notes=notes,

@@ -161,6 +161,7 @@ def join_rank_sources(path: Path, sources: Sequence[LoadSource]) -> LoadSource:
         phase=first.phase,
         layer_ids=first.layer_ids,
         placements=longest.placements,
+        placements_are=first.placements_are,
         num_nodes=first.num_nodes,
         placement_map=first.placement_map,
         notes=[verdict_note(len(sources), copies), *dict.fromkeys(n for s in sources for n in s.notes)],

@@ -95,6 +95,8 @@ class LoadSource:
         ranks: the ranks whose counts are in here; empty = not known.
         num_windows: None = only known after reading.
         placements: in the order in which they came into use.
+        placements_are: "in use" (from then on), "published" (and used some windows later), or "" where the source is
+            of a kind that never says.
         placement_map: a placement stated by the file that may break the rules of `Placement`.
         layer_ids: the model's index of each row; None = 0..L-1.
         key: the placement's key in a placement set, else empty.
@@ -121,6 +123,7 @@ class LoadSource:
     phase: str = ""
     layer_ids: tuple[int, ...] | None = None
     placements: list[PlacementEvent] = field(default_factory=list)
+    placements_are: str = ""
     placement_map: PlacementMap | None = None
     key: str = ""
     recording: str = ""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from evenroute.eplb.foreign_source import LoadSource, PlacementEvent, Window, damaged
+from evenroute.eplb.placement import Placement
 from evenroute.eplb.store import StoreError, StoreReader
+from evenroute.eplb.store_schema import IN_USE_EVENT, JobRow, PlacementRow, decode_in_use
+from evenroute.eplb.topology import Topology
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
 
@@ -25,26 +29,21 @@ def read_store(path: Path) -> LoadSource:
                 raise ValueError(f"{path}: the store holds no job yet (no rank has reported)")
             shape = (job.num_layers, job.num_logical_experts)
             runs = {run for run, j in jobs.items() if (j.num_layers, j.num_logical_experts) == shape}
-            events = [
-                PlacementEvent(
-                    placement=row.placement,
-                    time=row.time,
-                    epoch=row.epoch,
-                    version=row.version,
-                    balancedness_before=row.balancedness_before,
-                    balancedness_predicted=row.balancedness_predicted,
-                    moves=int(row.moves.sum()),
-                    policy=row.policy,
-                    reason=row.reason,
-                )
+            published = [
+                _published(row)
                 for row in reader.placements()
                 if (row.placement.num_layers, row.placement.num_logical_experts) == shape
             ]
+            used = _used(reader, runs, job, published)
             epochs = reader.epochs()
             states = [state for state in reader.rank_states() if state.run in runs]
             notes = [f"runs of the job: {len(runs)}, lives of the rebalancer: {len(epochs)}"]
             if len(runs) < len(jobs):
                 notes.append(f"{len(jobs) - len(runs)} runs of another shape than {list(shape)} are left out")
+            if published and not used:
+                notes.append(
+                    "when the placements came into use is not recorded: they count from their publication"
+                )
             missing = sum(state.missing for state in states)
             if missing:
                 notes.append(f"{missing} windows of dead ranks or a lost store are missing")
@@ -81,9 +80,50 @@ def read_store(path: Path) -> LoadSource:
         top_k=job.top_k,
         model=job.model,
         phase=job.phase,
-        placements=events,
+        placements=used or published,
+        placements_are="in use" if used else "published",
         notes=notes,
     )
+
+
+def _published(row: PlacementRow) -> PlacementEvent:
+    return PlacementEvent(
+        placement=row.placement,
+        time=row.time,
+        epoch=row.epoch,
+        version=row.version,
+        balancedness_before=row.balancedness_before,
+        balancedness_predicted=row.balancedness_predicted,
+        moves=int(row.moves.sum()),
+        policy=row.policy,
+        reason=row.reason,
+    )
+
+
+def _used(
+    reader: StoreReader, runs: set[int], job: JobRow, published: list[PlacementEvent]
+) -> list[PlacementEvent]:
+    """What the ranks routed with, from when on, by what they told; empty for a store of before this was kept."""
+    of_key = {(event.epoch, event.version): event for event in published}
+    found: list[PlacementEvent] = []
+    for event in reader.events():
+        if event.kind != IN_USE_EVENT:
+            continue
+        run, key, digests = decode_in_use(event.text)
+        rows = [reader.row(digest) for digest in digests] if run in runs else []
+        known = [row for row in rows if row is not None and len(row.slots) == job.num_slots]
+        if len(known) != job.num_layers:
+            continue
+        placement = Placement.from_rows(known, job.num_logical_experts, Topology(job.ep_size, job.num_nodes))
+        told = of_key.get(key)
+        if told is None:
+            reason = (
+                "the job's start placement" if key == (0, 0) and not found else "layers of several versions"
+            )
+            found.append(PlacementEvent(placement, event.time, epoch=key[0], version=key[1], reason=reason))
+        else:
+            found.append(replace(told, placement=placement, time=event.time))
+    return found
 
 
 def _named(path: Path, error: StoreError) -> ValueError:

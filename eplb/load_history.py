@@ -101,6 +101,9 @@ class History:
     using: Using | None
     num_windows: int = 0
     num_incomplete: int = 0
+    num_unplaced: int = (
+        0  # windows before the first recorded placement: put on `using`, for want of their own
+    )
     tokens: int | None = None
     first_step: int | None = None
     last_step: int | None = None
@@ -157,6 +160,10 @@ def choose_placement(
     )
     if any(event.placement.topology.ep_size == ranks for event in source.placements):
         origin = "the placements in use, as recorded"
+        if source.placements_are == "published":
+            origin = "the placements as published (when they came into use is not recorded)"
+    elif source.placements_are and ep_size in (None, source.ep_size):
+        origin += " (the placement in use is not recorded)"
     return Using(RankLoadMap.of(placement), ranks, slots, origin, placement)
 
 
@@ -256,6 +263,8 @@ def read_history(
         mean, total = quick_balancedness(loads)
         if timeline.current is not None:
             timeline.current.add(mean)
+        elif source.placements and follow_placements:
+            history.num_unplaced += 1
         _note_window(history, window)
         tokens_known = tokens_known and window.tokens is not None
         history.tokens = (history.tokens or 0) + (window.tokens or 0)

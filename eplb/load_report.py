@@ -54,6 +54,7 @@ def history_facts(history: History, *, top: int = TOP) -> dict[str, Any]:
     facts |= {
         "num_windows": history.num_windows,
         "num_incomplete_windows": history.num_incomplete,
+        "num_windows_without_placement": history.num_unplaced,
         "routed": int(routed) if routed.is_integer() else routed,
         "tokens": history.tokens if history.tokens is not None else derived_tokens(history),
         "first_step": history.first_step,
@@ -72,6 +73,7 @@ def history_facts(history: History, *, top: int = TOP) -> dict[str, Any]:
     facts["hottest_experts"] = hottest_experts(history, top)
     facts["coldest_experts"] = coldest_experts(history, top)
     facts["hottest_ranks"] = hottest_ranks(history, top)
+    facts["placements_are"] = source.placements_are
     facts["placements"] = [placement_facts(found) for found in history.achieved]
     return facts
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from evenroute.eplb.placement import PlacementRow as LayerRow
 from evenroute.eplb.store_schema import (
     APPLICATION_ID,
     FORMAT_VERSION,
@@ -199,6 +200,17 @@ class StoreReader:
             )
             moved = np.frombuffer(moves, dtype="<i8").astype(np.int64)  # type: ignore[call-overload]
             yield PlacementRow(time, epoch, version, placement, before, predicted, moved, policy, reason)  # type: ignore[arg-type]
+
+    def row(self, digest: int) -> LayerRow | None:
+        """The layer's row kept under `digest`; None when unknown."""
+        for slots, shares in self._rows(
+            "SELECT slots, shares FROM placement_rows WHERE digest = ?", (digest,)
+        ):
+            kept = np.frombuffer(slots, dtype="<i4").astype(np.int32)  # type: ignore[call-overload]
+            if shares is None:
+                return LayerRow(kept, None)
+            return LayerRow(kept, np.frombuffer(shares, dtype="<u2").astype(np.uint16))  # type: ignore[call-overload]
+        return None
 
     def newest_placement(self) -> PlacementRow | None:
         """The placement with the highest key; None when none was published."""

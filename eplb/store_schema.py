@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import zlib
 from dataclasses import dataclass
 
@@ -51,6 +52,23 @@ CREATE TABLE events (
     text TEXT NOT NULL);
 CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
+
+
+IN_USE_EVENT = "in-use"
+"""Kind of the events that say which rows the ranks route with from then on (`encode_in_use`)."""
+
+
+def encode_in_use(run: int, key: tuple[int, int], row_digests: bytes) -> str:
+    """The text of such an event. `key`: of all layers, (0, 0) before the first version or while layers differ;
+    `row_digests`: of each layer's row in `placement_rows`, int64 little-endian."""
+    return f"{run} {key[0]} {key[1]} {base64.b64encode(row_digests).decode()}"
+
+
+def decode_in_use(text: str) -> tuple[int, tuple[int, int], list[int]]:
+    """Run, key and row digests of such an event; ValueError for another text."""
+    run, epoch, version, rows = text.split(" ")
+    digests = np.frombuffer(base64.b64decode(rows, validate=True), dtype="<i8")
+    return int(run), (int(epoch), int(version)), digests.tolist()
 
 
 class StoreError(OSError):

@@ -116,7 +116,10 @@ def _placement(source: LoadSource) -> PlacementMap | None:
         return source.placement_map
     if not source.placements:
         return None
-    placement = source.placements[-1].placement
+    whole = [event for event in source.placements if (event.epoch, event.version) != (0, 0)]
+    placement = (whole or source.placements)[
+        -1
+    ].placement  # of one version, where a switch was under way at the end
     return PlacementMap(
         placement.physical_to_logical,
         placement.num_logical_experts,

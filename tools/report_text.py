@@ -88,7 +88,7 @@ def summary(facts: dict[str, Any], width: int) -> RenderableType:
     else:
         parts += [Text(), _hot_experts(facts), Text(), _hot_ranks(facts)]
     if facts["placements"]:
-        parts += [Text(), _placements(facts["placements"])]
+        parts += [Text(), _placements(facts["placements"], facts["placements_are"] or "since")]
     return Group(*parts)
 
 
@@ -134,6 +134,10 @@ def _balancedness(facts: dict[str, Any], balance: dict[str, Any], width: int) ->
     line = f"mean over layers {number(balance['mean'])}   worst {number(balance['worst'])}"
     line += f"{'' if worst is None else f' (layer {worst})'}   total {number(balance['total'])}"
     parts: list[RenderableType] = [Text(title, style="bold"), Text(line)]
+    unplaced = facts["num_windows_without_placement"]
+    if unplaced:
+        told = "the first window is" if unplaced == 1 else f"the first {unplaced:,} windows are"
+        parts.append(Text(f"{told} put on experts in order: what was in use then is not recorded"))
     names = facts["layer_ids"] or range(facts["num_layers"])
     cells = [f"{name:>4} {number(v):>7}" for name, v in zip(names, balance["per_layer"], strict=True)]
     across = max(1, (width - 2) // 14)
@@ -206,7 +210,7 @@ def _hot_ranks(facts: dict[str, Any]) -> Table:
     return plain_table("Hottest ranks", ["layer", "rank", "x mean"], rows)
 
 
-def _placements(placements: Sequence[dict[str, Any]]) -> Table:
+def _placements(placements: Sequence[dict[str, Any]], when: str) -> Table:
     rows = [
         [
             f"{found['epoch']:x}/{found['version']}",
@@ -219,7 +223,7 @@ def _placements(placements: Sequence[dict[str, Any]]) -> Table:
         ]
         for found in placements[-12:]
     ]
-    columns = ["key", "published", "policy", "moves", "before", "predicted", "achieved"]
+    columns = ["key", when, "policy", "moves", "before", "predicted", "achieved"]
     dropped = len(placements) - len(rows)
     title = "Placements and their effect" + (
         f" (the last {len(rows)} of {len(placements)})" if dropped else ""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from evenroute.eplb.dump_reader import DumpReader
+from evenroute.eplb.foreign_store import read_store
 from evenroute.eplb.store import StoreReader
 from support.command import assert_one_line_error, evenroute
 from support.control_plane import RebalancerProcess, patience, wait_for
@@ -42,6 +43,21 @@ def check_stored(job: RecordJob, store: Path) -> None:
     np.testing.assert_array_equal(stored, routed)
 
 
+def check_in_use(job: RecordJob, store: Path, maps: set[bytes]) -> None:
+    """The store knows what the ranks routed with: their own keys and rows, from the first window on."""
+    used = read_store(store)
+    assert used.placements_are == "in use"
+    keys = {f"({event.epoch}, {event.version})" for event in used.placements}
+    logged = {key for _, _, _, key in job.rows(0)}
+    assert len(keys & logged) > 3
+    assert keys <= logged | {"(0, 0)"}
+    known = {event.placement.physical_to_logical.tobytes() for event in used.placements}
+    assert len(known & maps) > 1  # those recorded by the ranks themselves, while they recorded
+    facts = evenroute("inspect", store, "--json").json["sources"][0]
+    assert facts["num_windows_without_placement"] == 0
+    assert facts["placement"] == "the placements in use, as recorded"
+
+
 def test_ids_of_every_token_over_switches_and_a_killed_rebalancer(tmp_path: Path) -> None:
     records = tmp_path / "records"
     records.mkdir()
@@ -70,6 +86,8 @@ def test_ids_of_every_token_over_switches_and_a_killed_rebalancer(tmp_path: Path
             text = evenroute("status", rebalancer.address).out
             assert "recording  on, per_token x: ranks 2 recording" in text
             job.wait_more(60)
+            switched = lambda: len({key for *_, key in job.rows(0)[begun[0] :]}) > 3  # noqa: E731
+            wait_for(switched, 120, "three switches while it records")
             ended = [len(job.rows(rank)) for rank in range(2)]
             stopped = evenroute("record", "stop", rebalancer.address, "--timeout", 60)
             assert (stopped.status, stopped.err) == (0, ""), stopped
@@ -104,8 +122,9 @@ def test_ids_of_every_token_over_switches_and_a_killed_rebalancer(tmp_path: Path
                     assert frame.positions.tolist() == [2 * row + rank for row in range(rows)]
         events = [event for path in files_of(records, 0) for event in DumpReader(path).placements()]
         maps = {event.placement.physical_to_logical.tobytes() for event in events}
-        assert len(maps) > 2, "no slot moved: the test shows less than it should"
+        assert len(maps) > 1, "no slot moved: the test shows less than it should"
         check_stored(job, tmp_path / "run.db")
+        check_in_use(job, tmp_path / "run.db", maps)
     inspected = evenroute("inspect", records, "--json")
     assert inspected.status == 0, inspected
     facts = inspected.json["sources"][0]

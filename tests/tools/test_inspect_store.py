@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from evenroute.eplb.loads import balancedness, rank_loads
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.placement import Placement, row_digest
 from evenroute.eplb.planner import plan_placement
 from evenroute.eplb.store import HistoryStore, JobRow, RankWindow
+from evenroute.eplb.store_schema import IN_USE_EVENT, encode_in_use
 from evenroute.eplb.topology import Topology
 from support.command import assert_one_line_error, evenroute, evenroute_without
 from support.foreign_files import random_counts
@@ -77,6 +78,83 @@ def test_before_predicted_achieved(store: HistoryStore, counts: np.ndarray, tmp_
     text = evenroute("inspect", tmp_path / "run.db")
     assert "Placements and their effect" in text.out
     assert f"{EPOCH:x}/1" in text.out
+
+
+def test_windows_lie_on_the_placement_in_use_at_their_time(tmp_path: Path, counts: np.ndarray) -> None:
+    """A job that began with a placement of its own, and switched to a published one three windows after that."""
+    rng = np.random.default_rng(5)
+    rows = np.stack(
+        [np.r_[rng.permutation(EXPERTS), rng.permutation(EXPERTS)[: SLOTS - EXPERTS]] for _ in range(LAYERS)]
+    )
+    rows = np.take_along_axis(rows, np.argsort(rng.random(rows.shape), axis=1), axis=1)
+    for row in rows:  # no expert twice on a rank
+        while any(len(set(part)) < SLOTS // RANKS for part in row.reshape(RANKS, -1)):
+            rng.shuffle(row)
+    start = Placement(rows.astype(np.int32), EXPERTS, Topology(RANKS))
+    planned = plan_placement(counts, topology=Topology(RANKS), num_slots=SLOTS, current=start)
+    half = Placement.from_rows(
+        [planned.placement.row(0), start.row(1), start.row(2)], EXPERTS, Topology(RANKS)
+    )
+    with HistoryStore(tmp_path / "run.db") as made:
+        made.begin_epoch(EPOCH, pid=1, now=0.0)
+        made.set_job(7, JOB, epoch=EPOCH, now=0.0)
+        add_window(made, 1, counts, now=1001.0)  # before anything was told
+
+        def in_use(placement: Placement, key: tuple[int, int], now: float) -> None:
+            for layer in range(LAYERS):
+                row = placement.row(layer)
+                made.keep_row(row_digest(row.slots, row.shares), row.slots, row.shares, epoch=EPOCH)
+            text = encode_in_use(7, key, placement.row_digests().astype("<i8").tobytes())
+            made.add_event(IN_USE_EVENT, text, epoch=EPOCH, now=now)
+
+        in_use(start, (0, 0), 1001.5)
+        add_window(made, 2, counts, now=1002.0)
+        made.add_placement(
+            planned.placement,
+            epoch=EPOCH,
+            version=1,
+            now=1002.5,
+            moves=planned.moves,
+            policy=planned.policy,
+            reason=planned.reason,
+            balancedness_before=planned.before.mean,
+            balancedness_predicted=planned.predicted.mean,
+        )
+        for seq in (3, 4):  # published, and not in use
+            add_window(made, seq, counts, now=1000.0 + seq)
+        in_use(half, (0, 0), 1004.5)
+        add_window(made, 5, counts, now=1005.0)
+        in_use(planned.placement, (EPOCH, 1), 1005.5)
+        for seq in (6, 7):
+            add_window(made, seq, counts, now=1000.0 + seq)
+    facts = evenroute("inspect", tmp_path / "run.db", "--json").json["sources"][0]
+    plain = Placement.initial(LAYERS, EXPERTS, SLOTS, Topology(RANKS))
+    used = [plain, start, start, start, half, planned.placement, planned.placement]
+    assert [point["mean"] for point in facts["balancedness_over_time"]] == pytest.approx(
+        [balancedness(rank_loads(counts, placement)).mean for placement in used]
+    )
+    assert facts["placements_are"] == "in use"
+    assert facts["num_windows_without_placement"] == 1
+    assert [(p["epoch"], p["version"]) for p in facts["placements"]] == [(0, 0), (0, 0), (EPOCH, 1)]
+    assert facts["placements"][2]["achieved"] == pytest.approx(planned.predicted.mean)
+    assert facts["placements"][0]["reason"] == "the job's start placement"
+    text = " ".join(evenroute("inspect", tmp_path / "run.db").out.split())
+    assert "with the placements in use, as recorded" in text
+    assert "the first window is put on experts in order: what was in use then is not recorded" in text
+
+
+def test_a_store_that_lacks_what_was_in_use_says_so(
+    store: HistoryStore, counts: np.ndarray, tmp_path: Path
+) -> None:
+    text = " ".join(evenroute("inspect", tmp_path / "run.db").out.split())
+    assert "the placements as published (when they came into use is not recorded)" in text
+    assert "the first 4 windows are put on experts in order: what was in use then is not recorded" in text
+    with HistoryStore(tmp_path / "bare.db") as made:
+        made.begin_epoch(EPOCH, pid=1, now=0.0)
+        made.set_job(7, JOB, epoch=EPOCH, now=0.0)
+        add_window(made, 1, counts, now=1001.0)
+    facts = evenroute("inspect", tmp_path / "bare.db", "--json").json["sources"][0]
+    assert facts["placement"] == "experts in order over 4 ranks (the placement in use is not recorded)"
 
 
 def test_readable_while_written(store: HistoryStore, counts: np.ndarray, tmp_path: Path) -> None:
