@@ -127,7 +127,7 @@ class RankAgent:
         self._counters = counters
         self._group = vote_group
         roll_call = RollCall(run=started.run, rank=self.rank, ep_size=started.job.ep_size)
-        self._votes = VoteThread(vote_group, limit_s=config.vote_limit_s, who_is_missing=roll_call.missing)
+        self._votes = VoteThread(vote_group, limit_s=config.vote_limit_s, roll_call=roll_call)
         self._thread = AgentThread(
             self._core,
             self._lock,

@@ -99,12 +99,19 @@ class RollCall:
         self._rank = rank
         self._ep_size = ep_size
 
+    def called(self, operation: str) -> bool:
+        """Whether some rank has found that `operation` failed; False also where the store is gone."""
+        return _has(self._store, f"{operation}/called")
+
     def missing(self, operation: str, wait_s: float) -> str:
         """Sign for `operation`, wait for the others' signatures, and say in words who is missing."""
         names = [f"{operation}/{rank}" for rank in range(self._ep_size)]
         self._store.set_timeout(timedelta(seconds=wait_s))
+        missing: list[int] | None = None
+        note = ""
         try:
             self._store.set(names[self._rank], "here")
+            self._store.set(f"{operation}/called", "here")
             deadline = time.monotonic() + wait_s
             while True:
                 missing = [rank for rank, name in enumerate(names) if not self._store.check([name])]
@@ -112,9 +119,9 @@ class RollCall:
                     break
                 time.sleep(0.1)
         except (torch_dist.DistError, RuntimeError):
-            return "the job's store is gone too (its host, rank 0 or the launcher, has ended)"
-        return (
-            f"missing: {_names(missing)}"
-            if missing
-            else "all ranks were there: the network between them failed"
-        )
+            if missing is None:
+                return "the job's store is gone too (its host, rank 0 or the launcher, has ended)"
+            note = " (when the job's store went)"
+        if missing:
+            return f"missing: {_names(missing)}{note}"
+        return "all ranks were there: the network between them failed"

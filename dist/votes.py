@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,6 +19,15 @@ from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
 _STOP = None
+_LOOK_S = 1.0
+
+
+class RollCall(Protocol):
+    """The part of `process_groups.RollCall` that a vote needs."""
+
+    def called(self, operation: str) -> bool: ...
+
+    def missing(self, operation: str, wait_s: float) -> str: ...
 
 
 class VoteError(RuntimeError):
@@ -27,12 +37,10 @@ class VoteError(RuntimeError):
 class VoteThread:
     """Reduces posted votes in order; at most one is outstanding."""
 
-    def __init__(
-        self, group: ProcessGroup, *, limit_s: float, who_is_missing: Callable[[str, float], str]
-    ) -> None:
+    def __init__(self, group: ProcessGroup, *, limit_s: float, roll_call: RollCall) -> None:
         self._group = group
         self._limit_s = limit_s
-        self._who_is_missing = who_is_missing
+        self._roll_call = roll_call
         self.waited_s = 0.0  # by the forward thread, for all results together
         self._posted: queue.SimpleQueue[tuple[int, NDArray[np.int64]] | None] = queue.SimpleQueue()
         self._reduced: queue.SimpleQueue[NDArray[np.int64] | Exception] = queue.SimpleQueue()
@@ -46,19 +54,30 @@ class VoteThread:
     def wait(self, vote: int, describe: Callable[[], str]) -> NDArray[np.int64]:
         """The reduction of `vote`, waited for. Raises VoteError, with what `describe` says of the state, in time."""
         began = time.perf_counter()
-        try:
-            # The collective itself has the limit; the rest is for its error to come back.
-            found = self._reduced.get(timeout=self._limit_s + 2.0)
-        except queue.Empty:
-            found = TimeoutError(f"no result within {self._limit_s + 2.0:g} s")
+        found = self._get(f"vote-{vote}")
         self.waited_s += time.perf_counter() - began
         if isinstance(found, Exception):
-            missing = self._who_is_missing(f"vote-{vote}", min(3.0, self._limit_s))
+            missing = self._roll_call.missing(f"vote-{vote}", min(3.0, self._limit_s))
             reason = " ".join(str(found).split())[:200]
             raise VoteError(
                 f"vote {vote} ({describe()}) was not reduced within {self._limit_s:g} s; {missing} ({reason})"
             ) from found
         return found
+
+    def _get(self, operation: str) -> NDArray[np.int64] | Exception:
+        """The result, or why there is none. A rank whose neighbour died knows at once, one that waits for another only
+        after the limit: it looks each second whether the first has called the roll, to be there when it does."""
+        # The collective itself has the limit; the rest is for its error to come back.
+        limit_s = self._limit_s + 2.0
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                return self._reduced.get(timeout=max(0.0, min(_LOOK_S, deadline - time.monotonic())))
+            except queue.Empty:
+                if time.monotonic() >= deadline:
+                    return TimeoutError(f"no result within {limit_s:g} s")
+            if self._roll_call.called(operation):
+                return ConnectionError("another rank found that it fails")
 
     def _run(self) -> None:
         while (posted := self._posted.get()) is not None:
