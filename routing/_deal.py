@@ -25,19 +25,22 @@ def hash_to(hashes, count):
 
 
 @triton.jit
-def share_by_hash(threshold_ptr, offset, count, uneven, hashes):
-    """Number of cumulative shares at or below the draw: replicas in planned shares."""
+def share_by_hash(threshold_ptr, offset, count, uneven, hashes, depth):
+    """Number of cumulative shares at or below the draw: replicas in planned shares. depth: `replica_depth`."""
     draw = hash_to(hashes, tl.full(hashes.shape, SHARE_TOTAL, tl.uint32))
-    chosen = tl.zeros(draw.shape, tl.int32)
-    for i in tl.static_range(3):
-        bound = tl.load(threshold_ptr + offset + i, mask=uneven & (i < count - 1), other=SHARE_TOTAL)
-        chosen += (bound <= draw).to(tl.int32)
-    i = 3
-    longest = tl.max(tl.where(uneven, count, 1))
-    while i < longest - 1:
-        bound = tl.load(threshold_ptr + offset + i, mask=uneven & (i < count - 1), other=SHARE_TOTAL)
-        chosen += (bound <= draw).to(tl.int32)
-        i += 1
+    bound = tl.load(threshold_ptr + offset, mask=uneven & (count > 1), other=SHARE_TOTAL)
+    chosen = (bound <= draw).to(tl.int32)
+    if depth > 0:
+        for i in tl.static_range(1, 3):
+            bound = tl.load(threshold_ptr + offset + i, mask=uneven & (i < count - 1), other=SHARE_TOTAL)
+            chosen += (bound <= draw).to(tl.int32)
+    if depth > 1:
+        i = 3
+        longest = tl.max(tl.where(uneven, count, 1))
+        while i < longest - 1:
+            bound = tl.load(threshold_ptr + offset + i, mask=uneven & (i < count - 1), other=SHARE_TOTAL)
+            chosen += (bound <= draw).to(tl.int32)
+            i += 1
     return chosen
 
 
@@ -142,6 +145,7 @@ def pick_slots(
         hashes = hash_row(row, expert, salt)
         replica = hash_to(hashes, count)
         if WEIGHTED:
-            shared = share_by_hash(tables_ptr + AT[2], offset, count, uneven, hashes)
+            depth = tl.load(tables_ptr + AT[7])
+            shared = share_by_hash(tables_ptr + AT[2], offset, count, uneven, hashes, depth)
             replica = tl.where(uneven, shared, replica)
     return tl.load(tables_ptr + AT[1] + offset + replica, mask=valid, other=0)

@@ -22,6 +22,8 @@ from evenroute.routing.router import Router
 from evenroute.routing.tables import DispatchTables
 
 FORMATS = ("standard", "packed", "ragged", "bypassed")
+MAX_PACKED = 1 << 15
+"""Physical ids that fit beside a weight of 16 bits and a sign."""
 
 
 def pack_ids(physical_ids: Tensor, weights: Tensor) -> Tensor:
@@ -46,15 +48,30 @@ class PackedRouting:
     num_shared: int
     routed_scaling_factor: float
     scaling_applied: bool
+    num_buckets: int
 
     @classmethod
     def from_output(cls, output: RoutingOutput) -> PackedRouting:
-        """Takes `packed_ids` of the routing launch if it emitted them, else packs here."""
+        """Takes `packed_ids` of the routing launch if it emitted them, else packs here.
+
+        Raises:
+            ValueError: ids or weights were not emitted, or ids need more than 15 bits.
+        """
         packed = output.packed_ids
         if packed is None:
+            _require_emitted("packed", output)
+            if output.num_buckets > MAX_PACKED:
+                raise ValueError(
+                    f"packed: ids hold 15 bits of slot, found {output.num_buckets} physical ids (allowed {MAX_PACKED})"
+                )
             packed = pack_ids(output.physical_ids, output.weights)
         return cls(
-            packed, output.top_k, output.num_shared, output.routed_scaling_factor, output.scaling_applied
+            packed,
+            output.top_k,
+            output.num_shared,
+            output.routed_scaling_factor,
+            output.scaling_applied,
+            output.num_buckets,
         )
 
     def to_standard(self) -> RoutingOutput:
@@ -80,10 +97,21 @@ class RaggedRouting:
     num_shared: int
     routed_scaling_factor: float
     scaling_applied: bool
+    num_buckets: int
 
     @classmethod
-    def from_output(cls, output: RoutingOutput, num_buckets: int, *, backend: str = "auto") -> RaggedRouting:
-        """`num_buckets`: number of physical ids, `router.form.num_buckets`. Uses the slot histogram if there is one."""
+    def from_output(
+        cls, output: RoutingOutput, num_buckets: int | None = None, *, backend: str = "auto"
+    ) -> RaggedRouting:
+        """`num_buckets`: number of physical ids, the output's own. Uses the slot histogram if there is one.
+
+        Raises:
+            ValueError: ids or weights were not emitted, or `num_buckets` is another number: choices would get lost.
+        """
+        if num_buckets not in (None, output.num_buckets):
+            raise ValueError(f"num_buckets={num_buckets}: the output has {output.num_buckets} physical ids")
+        num_buckets = output.num_buckets
+        _require_emitted("ragged", output)
         ids = output.physical_ids
         bounds = torch.empty(num_buckets + 2, dtype=torch.int32, device=ids.device)
         scatter = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
@@ -106,6 +134,7 @@ class RaggedRouting:
             output.num_shared,
             output.routed_scaling_factor,
             output.scaling_applied,
+            num_buckets,
         )
 
     def to_standard(self) -> RoutingOutput:
@@ -169,6 +198,15 @@ def require_trivial(tables: DispatchTables, layer: int) -> None:
         )
 
 
+def _require_emitted(name: str, output: RoutingOutput) -> None:
+    """Raise ValueError where the router's `emit` left out weights or physical ids: they have no rows then."""
+    given = (output.weights, output.physical_ids, output.logical_ids, output.local_ids, output.packed_ids)
+    rows = max(len(tensor) for tensor in given if tensor is not None)
+    for field in ("weights", "physical_ids"):
+        if len(getattr(output, field)) != rows:
+            raise ValueError(f"{name}: needs {field}, which the router's emit leaves out")
+
+
 def _standard(
     form: PackedRouting | RaggedRouting, weights: Tensor, physical_ids: Tensor, packed_ids: Tensor | None
 ) -> RoutingOutput:
@@ -183,4 +221,5 @@ def _standard(
         num_shared=form.num_shared,
         routed_scaling_factor=form.routed_scaling_factor,
         scaling_applied=form.scaling_applied,
+        num_buckets=form.num_buckets,
     )

@@ -27,6 +27,7 @@ class _Compiled:
         self.tickets = router.counters.tickets
         config = router.config
         self.top_k, self.num_shared = config.top_k, config.num_shared_experts
+        self.num_buckets = router.form.num_buckets
         self.factor, self.applied = config.routed_scaling_factor, config.apply_routed_scaling_factor
 
     def _output(self, outputs: Outputs) -> RoutingOutput:
@@ -42,6 +43,7 @@ class _Compiled:
             num_shared=self.num_shared,
             routed_scaling_factor=self.factor,
             scaling_applied=self.applied,
+            num_buckets=self.num_buckets,
         )
 
 

@@ -27,6 +27,7 @@ class RoutingOutput:
         packed_ids [T, K+S] int32: physical id << 16 | bf16 bits of the weight.
         slot_histogram [buckets] int32: how often each physical id occurs in this batch.
         scaling_applied: True if the weights carry `routed_scaling_factor`; else the consumer multiplies by it.
+        num_buckets: number of physical ids, shared slots included.
     """
 
     weights: Tensor
@@ -39,6 +40,7 @@ class RoutingOutput:
     num_shared: int
     routed_scaling_factor: float
     scaling_applied: bool
+    num_buckets: int
 
 
 @dataclass(frozen=True)
@@ -125,4 +127,5 @@ def allocate_output(form: RouteForm, num_tokens: int, device: torch.device) -> R
         num_shared=form.config.num_shared_experts,
         routed_scaling_factor=form.config.routed_scaling_factor,
         scaling_applied=form.config.apply_routed_scaling_factor,
+        num_buckets=form.num_buckets,
     )

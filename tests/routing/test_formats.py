@@ -72,6 +72,33 @@ def test_ragged_round_trip(counted, backend):
     assert torch.equal(standard.weights, output.weights)
 
 
+def test_ragged_takes_the_number_of_buckets_from_the_output():
+    router = make_router()
+    output = route(router)
+    assert len(RaggedRouting.from_output(output).expert_offsets) == router.form.num_buckets + 1
+    with pytest.raises(ValueError, match="num_buckets=20: the output has 21 physical ids"):
+        RaggedRouting.from_output(output, 20)
+
+
+@pytest.mark.parametrize("form", [PackedRouting, RaggedRouting])
+@pytest.mark.parametrize(
+    ("emit", "left_out"), [(("physical_ids",), "weights"), (("weights",), "physical_ids")]
+)
+def test_what_was_not_emitted_is_named(form, emit, left_out):
+    with pytest.raises(ValueError, match=f"needs {left_out}, which the router's emit leaves out"):
+        form.from_output(route(make_router(emit=emit)))
+
+
+def test_packed_refuses_more_slots_than_fit():
+    placement = Placement.initial(1, 256, 33024, Topology(256))
+    router = Router(
+        RouterConfig(256, 2), DispatchTables(placement, ep_rank=0, device=DEVICE), dispatch="static"
+    )
+    output = router(torch.randn(3, 256).to(DEVICE), 0)
+    with pytest.raises(ValueError, match="15 bits of slot, found 33024 physical ids"):
+        PackedRouting.from_output(output)
+
+
 def test_ragged_without_tokens():
     router = make_router()
     output = route(router, tokens=0, valid=0)

@@ -133,6 +133,25 @@ def test_kernel_takes_the_same_replicas(replicas: int) -> None:
     assert sum(found[0][1::2]) == 0
 
 
+@pytest.mark.parametrize("replicas", [2, 4, 5, 17])
+@pytest.mark.parametrize("options", [{"deal": "hash"}, {"tokens": "shared"}])
+def test_kernel_takes_the_same_replicas_by_hash(replicas: int, options: dict[str, str]) -> None:
+    units = units_of([int(weight) for weight in np.random.default_rng(replicas).integers(1, 1000, replicas)])
+    ids = torch.zeros((300, 1), dtype=torch.int32, device=DEVICE)
+    found = []
+    for backend in ("reference", BACKEND):
+        router = Router(
+            RouterConfig(replicas + 1, 1),
+            DispatchTables(placement_of(units), ep_rank=0, device=DEVICE),
+            dispatch="weighted",
+            backend=backend,
+            **options,
+        )
+        out = router(None, 0, logical_ids=ids, weights=torch.ones((300, 1), device=DEVICE)).physical_ids
+        found.append(out.flatten().tolist())
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("weights_", [[5, 3, 2], [9, 1, 1, 4, 2, 6, 1]])
 def test_bound_holds_over_the_end_of_the_counter(weights_: list[int]) -> None:
     """Tickets begin again at a multiple of the shares' sum, at a take: the deal goes on as if they had not."""
