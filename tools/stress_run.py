@@ -144,6 +144,7 @@ class StressRank:
                 window_steps=window_steps,
                 agree_every=self.options.agree_every,
                 close_limit_s=15.0,
+                record_dir="" if self.options.record_dir is None else str(self.options.record_dir),
             ),
             placement=self.placement,
             tables=self.tables,
