@@ -9,7 +9,6 @@ The order repeats after 65535 tickets, the sum of the shares.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +44,8 @@ def sequence_capacity(num_experts: int, num_slots: int, ep_size: int) -> int:
 
 
 @kernel
-def _deal(shares, order):  # type: ignore[no-untyped-def]
-    """order [65535] int32: replica of each ticket; shares [k] int32 sum to 65535."""
+def _deal(shares, bits, words):  # type: ignore[no-untyped-def]
+    """words [sequence_words] uint32, all 0: replica of each ticket in `bits` bits; shares [k] int32 sum to 65535."""
     total, none = 65535, np.int32(1 << 30)
     replicas = len(shares)
     begin = np.full(replicas, none, np.int32)  # first ticket that may be the replica's next one
@@ -66,7 +65,7 @@ def _deal(shares, order):  # type: ignore[no-untyped-def]
         for i in range(replicas):
             best = min(best, key[i] if begin[i] <= ticket else none)
         i = int(best & 1023)
-        order[ticket] = i
+        words[ticket * bits >> 5] |= np.uint32(i) << np.uint32(ticket * bits & 31)
         begin[i] = quotient[i]
         quotient[i] += step[i]
         rest[i] += step_rest[i]
@@ -76,30 +75,20 @@ def _deal(shares, order):  # type: ignore[no-untyped-def]
         key[i] = ((quotient[i] + (1 if rest[i] > 0 else 0)) << 10) | i
 
 
-def deal_order(shares: NDArray[Any]) -> NDArray[np.int32]:
-    """Replica of each of 65535 tickets, [65535] int32; shares [k] sum to 65535."""
-    assert int(shares.sum()) == SHARE_TOTAL, shares
-    assert len(shares) <= _MAX_REPLICAS, len(shares)
-    order = np.zeros(SHARE_TOTAL, np.int32)
-    _deal(np.ascontiguousarray(shares, dtype=np.int32), order)
-    return order
-
-
 def compile_orders() -> None:
     """Compile (or read from the cache on disk) what the first update to uneven shares would else wait for."""
-    deal_order(np.array([SHARE_TOTAL], dtype=np.int32))
+    packed_order(np.array([SHARE_TOTAL], dtype=np.int32).tobytes())
 
 
 @lru_cache(maxsize=_CACHED)
 def packed_order(shares: bytes) -> NDArray[np.int32]:
     """The order of shares (int32 bytes) as [sequence_words] int32, low entries in low bits. About 1 ms; thread-safe."""
     units = np.frombuffer(shares, dtype=np.int32)
+    assert int(units.sum()) == SHARE_TOTAL, units
+    assert len(units) <= _MAX_REPLICAS, len(units)
     bits = entry_bits(len(units))
-    order = np.zeros(SHARE_TOTAL + 1, np.uint32)
-    order[:SHARE_TOTAL] = deal_order(units)
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    packed: NDArray[np.int32] = np.bitwise_or.reduce(order.reshape(-1, 32 // bits) << shifts, axis=1).view(
-        np.int32
-    )
+    words = np.zeros((SHARE_TOTAL + 1) * bits // 32, np.uint32)
+    _deal(units, bits, words)
+    packed = words.view(np.int32)
     packed.setflags(write=False)
     return packed
