@@ -5,7 +5,14 @@
 import triton
 import triton.language as tl
 
-from evenroute.routing._candidates import count_bits, nth_candidate, reached_bound, segment_maxima
+from evenroute.routing._candidates import (
+    count_bits,
+    nth_candidate,
+    reached_bound,
+    segment_maxima,
+    sort_lanes,
+    sorted_bound,
+)
 from evenroute.routing._chunks import early_loads, gated_images, payload_of, row_bias
 from evenroute.routing._groups import kept_lanes, top_two
 from evenroute.routing._lists import EXCLUDED, EXHAUSTED, exchange, take_best, take_best_looped
@@ -29,6 +36,8 @@ def choose_by_bound(
     EARLY: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SLOTS: tl.constexpr,
+    SORT_BOUND: tl.constexpr,
+    SORT_BEST: tl.constexpr,
     TG: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     TOP2: tl.constexpr,
@@ -72,7 +81,10 @@ def choose_by_bound(
         first, second = tl.reduce((first, second), 2, top_two)
         kept = kept_lanes(first, second, lane, FORM[2], TG, GROUP_LANES, TOP2, ROWS)
     maxima = segment_maxima(images, kept, CHUNKS, SEGMENTS)
-    bound = reached_bound(maxima, K)
+    if SORT_BOUND:
+        bound = sorted_bound(maxima, lane)
+    else:
+        bound = reached_bound(maxima, K)
     bound = tl.where(kept, tl.maximum(bound, NAN_KEY), EXHAUSTED)
     inner = tl.arange(0, 4)[None, None, :]
     low = tl.zeros([32, ROWS], tl.int32)
@@ -113,7 +125,9 @@ def choose_by_bound(
         pays = pays + (payload_of(payload_ptr, expert, taken, SCORE[5]),)
     if SLOTS == 2:
         keys, pays = exchange(keys, pays, 0, 1)
-    if K <= 16:
+    if SORT_BEST:
+        best_key, best_pay = sort_lanes(keys[0], pays[0], lane)
+    elif K <= 16:
         best_key, best_pay = take_best(keys, pays, lane, K, True)
     else:
         best_key, best_pay = take_best_looped(keys, pays, lane, K)

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from evenroute.routing._lists import EXCLUDED, replaced
+from evenroute.routing._lists import EXCLUDED, pair_less, replaced
 from evenroute.routing._scores import INTERPRETED
 
 
@@ -83,6 +83,40 @@ def reached_bound(maxima, K: tl.constexpr):
 
 
 @triton.jit
+def sorted_bound(maxima, lane):
+    """The same for two maxima a lane and K = 16, by sorting both over the lanes."""
+    high = maxima[0]
+    low = maxima[1]
+    for size in tl.static_range(1, 6):
+        for step in tl.static_range(size):
+            place = size - 1 - step
+            take_larger = ((lane >> place) & 1) == ((lane >> size) & 1)
+            other = tl.gather(high, lane ^ (1 << place), axis=0)
+            high = tl.where(take_larger, tl.maximum(high, other), tl.minimum(high, other))
+            # The second maxima rise, so that the larger ones of both are the 32 largest, in bitonic order.
+            other = tl.gather(low, lane ^ (1 << place), axis=0)
+            low = tl.where(take_larger, tl.minimum(low, other), tl.maximum(low, other))
+    best = tl.maximum(high, low)
+    best = tl.maximum(best, tl.gather(best, lane ^ 16, axis=0))
+    return tl.min(best, axis=0, keep_dims=True)
+
+
+@triton.jit
+def sort_lanes(key, pay, lane):
+    """Pairs over the 32 lanes of a row by key, then payload, the largest in lane 0: a bitonic sort, 15 exchanges."""
+    for size in tl.static_range(1, 6):
+        for step in tl.static_range(size):
+            other_key = tl.gather(key, lane ^ (1 << (size - 1 - step)), axis=0)
+            other_pay = tl.gather(pay, lane ^ (1 << (size - 1 - step)), axis=0)
+            # Lower ends of exchanges take the larger pair, in every other block of 2**size the smaller.
+            take_larger = (((lane >> (size - 1 - step)) & 1) == 0) == (((lane >> size) & 1) == 0)
+            swap = pair_less(key, pay, other_key, other_pay) == take_larger
+            key = tl.where(swap, other_key, key)
+            pay = tl.where(swap, other_pay, pay)
+    return key, pay
+
+
+@triton.jit
 def count_bits(x):
     """Set bits of int32; the interpreter's twin adds them up in halves."""
     if INTERPRETED:
@@ -109,6 +143,9 @@ def nth_candidate(bits, amount, upto, number, taken):
         source = tl.where(reach <= number, source + (16 >> step), source)
     word = tl.gather(bits, source, axis=0)
     skip = tl.where(taken, number - tl.gather(upto - amount, source, axis=0), 0)
+    for _ in tl.static_range(2):  # as a rule enough
+        word = tl.where(skip > 0, word & (word - 1), word)
+        skip -= 1
     while tl.max(skip) > 0:
         word = tl.where(skip > 0, word & (word - 1), word)
         skip -= 1

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from evenroute.routing._bound import choose_by_bound
 from evenroute.routing._chunks import (
+    ID_SHIFT,
     LAST_EXPERT,
     chunk_images,
     chunk_payloads,
@@ -16,6 +17,7 @@ from evenroute.routing._chunks import (
     payload_of,
     split4,
 )
+from evenroute.routing._codes import choose_by_codes
 from evenroute.routing._groups import kept_lanes
 from evenroute.routing._lists import (
     EXCLUDED,
@@ -111,26 +113,14 @@ def choose_by_lists(
     pays = ()
     for chunk in tl.static_range(CHUNKS):
         image = gated_images(
-            loaded,
-            logit_row,
-            bias_row,
-            marked_ptr,
-            marked,
-            chunk,
-            exists,
-            ready,
-            largest,
-            denominator,
-            EARLY,
-            SHAPE,
-            FORM,
-            SCORE,
-        )
+            loaded, logit_row, bias_row, marked_ptr, marked, chunk, exists, ready, largest, denominator,
+            EARLY, SHAPE, FORM, SCORE,
+        )  # fmt: skip
         if EARLY:
-            payload = payloads[chunk]
+            new_pays = split4(payloads[chunk], ROWS)
         else:
-            payload = chunk_payloads(payload_ptr, chunk, SHAPE, FORM, SCORE)
-        new_keys, new_pays = sort4(split4(image, ROWS), split4(payload, ROWS))
+            new_pays = split4(chunk_payloads(payload_ptr, chunk, SHAPE, FORM, SCORE), ROWS)
+        new_keys, new_pays = sort4(split4(image, ROWS), new_pays)
         if chunk == 0:
             keys = new_keys
             pays = new_pays
@@ -166,9 +156,12 @@ def choose_best(
     K: tl.constexpr,
     CHUNKS: tl.constexpr,
     DEPTH: tl.constexpr,
+    CODED: tl.constexpr,
     EARLY: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SLOTS: tl.constexpr,
+    SORT_BOUND: tl.constexpr,
+    SORT_BEST: tl.constexpr,
     TG: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     TOP2: tl.constexpr,
@@ -176,8 +169,30 @@ def choose_best(
     FORM: tl.constexpr,
     SCORE: tl.constexpr,
 ):
-    """(image, payload) [32, ROWS]: lane k holds the k-th best pair of its row. DEPTH 0: by bound, else by lists."""
-    if DEPTH == 0:
+    """(image, payload, expert) [32, ROWS]: lane k holds the k-th best of its row. DEPTH 0: by bound; else by lists."""
+    if CODED:
+        best_key, best_pay, expert = choose_by_codes(
+            logit_row,
+            bias_row,
+            marked_ptr,
+            marked,
+            payload_ptr,
+            exists,
+            largest,
+            denominator,
+            lane,
+            ready,
+            K,
+            CHUNKS,
+            EARLY,
+            TG,
+            GROUP_LANES,
+            TOP2,
+            SHAPE,
+            FORM,
+            SCORE,
+        )
+    elif DEPTH == 0:
         best_key, best_pay, kept, failed = choose_by_bound(
             logit_row,
             bias_row,
@@ -194,6 +209,8 @@ def choose_best(
             EARLY and CHUNKS <= 8,
             SEGMENTS,
             SLOTS,
+            SORT_BOUND,
+            SORT_BEST,
             TG,
             GROUP_LANES,
             TOP2,
@@ -224,7 +241,7 @@ def choose_best(
             FORM,
             SCORE,
         )
-    if DEPTH < CHUNKS * 4 and DEPTH < K:
+    if not CODED and DEPTH < CHUNKS * 4 and DEPTH < K:
         if failed:
             best_key, best_pay = choose_again(
                 logit_row,
@@ -243,4 +260,6 @@ def choose_best(
                 FORM,
                 SCORE,
             )
-    return best_key, best_pay
+    if not CODED:
+        expert = LAST_EXPERT - (best_pay >> ID_SHIFT)
+    return best_key, best_pay, expert

@@ -99,14 +99,20 @@ def load_bias(
 
 
 @triton.jit
+def keys_of(x, bias, largest, denominator, SCORE: tl.constexpr):
+    """fp32 keys [32, ROWS, 4] of one chunk's clean logits and bias."""
+    key = base_key(x, largest[:, :, None], denominator[:, :, None], SCORE[0], SCORE[1])
+    if SCORE[2]:
+        key += bias
+    return key
+
+
+@triton.jit
 def images_of(
     x, bias, chunk, largest, denominator, SHAPE: tl.constexpr, FORM: tl.constexpr, SCORE: tl.constexpr
 ):
     """Key images [32, ROWS, 4] of one chunk's clean logits and bias; absent experts are EXCLUDED."""
-    key = base_key(x, largest[:, :, None], denominator[:, :, None], SCORE[0], SCORE[1])
-    if SCORE[2]:
-        key += bias
-    image = key_image(key)
+    image = key_image(keys_of(x, bias, largest, denominator, SCORE))
     if FORM[4]:
         present = expert_of(chunk, FORM[0], FORM[1], FORM[2], FORM[3])[1]
         image = tl.where(tl.broadcast_to(present, SHAPE), image, EXCLUDED)
@@ -182,6 +188,36 @@ def early_loads(
 
 
 @triton.jit
+def gated_inputs(
+    loaded,
+    logit_row,
+    bias_row,
+    marked_ptr,
+    marked,
+    chunk: tl.constexpr,
+    exists,
+    ready,
+    EARLY: tl.constexpr,
+    SHAPE: tl.constexpr,
+    FORM: tl.constexpr,
+    SCORE: tl.constexpr,
+):
+    """(logits, bias) of one chunk.
+
+    Nothing is added to the bias of a row that counts. The compiler would load what `ready` hangs on last of all; the
+    first chunk's arithmetic needs it beside loads that are waited for anyway.
+    """
+    if EARLY:
+        x, bias = loaded[chunk]
+    else:
+        x = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
+        bias = load_bias(bias_row, marked_ptr, marked, chunk, SHAPE, FORM, SCORE)
+    if chunk == 0 and SCORE[2]:
+        bias += tl.where(ready, 0.0, float("nan"))[:, :, None]
+    return x, bias
+
+
+@triton.jit
 def gated_images(
     loaded,
     logit_row,
@@ -198,16 +234,32 @@ def gated_images(
     FORM: tl.constexpr,
     SCORE: tl.constexpr,
 ):
-    """Key images of one chunk.
-
-    Nothing is added to the bias of a row that counts. The compiler would load what `ready` hangs on last of all; the
-    first chunk's arithmetic needs it beside loads that are waited for anyway.
-    """
-    if EARLY:
-        x, bias = loaded[chunk]
-    else:
-        x = load_chunk(logit_row, chunk, exists, SHAPE, FORM)
-        bias = load_bias(bias_row, marked_ptr, marked, chunk, SHAPE, FORM, SCORE)
-    if chunk == 0 and SCORE[2]:
-        bias += tl.where(ready, 0.0, float("nan"))[:, :, None]
+    """Key images of one chunk, gated."""
+    x, bias = gated_inputs(
+        loaded, logit_row, bias_row, marked_ptr, marked, chunk, exists, ready, EARLY, SHAPE, FORM, SCORE
+    )
     return images_of(x, bias, chunk, largest, denominator, SHAPE, FORM, SCORE)
+
+
+@triton.jit
+def gated_keys(
+    loaded,
+    logit_row,
+    bias_row,
+    marked_ptr,
+    marked,
+    chunk: tl.constexpr,
+    exists,
+    ready,
+    largest,
+    denominator,
+    EARLY: tl.constexpr,
+    SHAPE: tl.constexpr,
+    FORM: tl.constexpr,
+    SCORE: tl.constexpr,
+):
+    """fp32 keys of one chunk, gated; absent experts are not marked."""
+    x, bias = gated_inputs(
+        loaded, logit_row, bias_row, marked_ptr, marked, chunk, exists, ready, EARLY, SHAPE, FORM, SCORE
+    )
+    return keys_of(x, bias, largest, denominator, SCORE)

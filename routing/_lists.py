@@ -53,10 +53,39 @@ def exchange(keys, pays, A: tl.constexpr, B: tl.constexpr, IN_ORDER: tl.constexp
 def sort4(keys, pays):
     keys, pays = exchange(keys, pays, 0, 1, True)
     keys, pays = exchange(keys, pays, 2, 3, True)
-    keys, pays = exchange(keys, pays, 0, 2)
-    keys, pays = exchange(keys, pays, 1, 3)
+    keys, pays = exchange(keys, pays, 0, 2, True)
+    keys, pays = exchange(keys, pays, 1, 3, True)
     keys, pays = exchange(keys, pays, 1, 2)
     return keys, pays
+
+
+@triton.jit
+def shifted(values, won, MOST: tl.constexpr, last: tl.constexpr):
+    """The tuple without its head where `won`, `last` behind, as far as it matters: a lane gives at most MOST more."""
+    out = ()
+    for i in tl.static_range(len(values)):
+        if i < MOST:
+            if i + 1 < len(values):
+                out = out + (tl.where(won, values[i + 1], values[i]),)
+            else:
+                out = out + (tl.where(won, last, values[i]),)
+    return out
+
+
+@triton.jit
+def by_lane(values, lane):
+    """[32, ROWS]: lane i holds entry i of a tuple of [1, ROWS]; lanes beyond repeat."""
+    for step in tl.static_range(5):
+        if len(values) > 1:
+            odd = ((lane >> step) & 1) != 0
+            half = ()
+            for i in tl.static_range((len(values) + 1) // 2):
+                if 2 * i + 1 < len(values):
+                    half = half + (tl.where(odd, values[2 * i + 1], values[2 * i]),)
+                else:
+                    half = half + (values[2 * i],)
+            values = half
+    return tl.broadcast_to(values[0], lane.shape)
 
 
 @triton.jit
@@ -141,26 +170,15 @@ def take_best(keys, pays, lane, K: tl.constexpr, COMPLETE: tl.constexpr):
 
     With lists that are not COMPLETE a lane that gave all its entries shows EXHAUSTED, which then wins every round.
     """
-    best_key = tl.full(lane.shape, EXCLUDED, tl.int32)
-    best_pay = tl.full(lane.shape, -1, tl.int32)
+    tops = ()
+    heads = ()
     for k in tl.static_range(K):
         top = tl.max(keys[0], axis=0, keep_dims=True)
         pay = tl.max(tl.where(keys[0] == top, pays[0], -1), axis=0, keep_dims=True)
-        best_key = tl.where(lane == k, top, best_key)
-        best_pay = tl.where(lane == k, pay, best_pay)
+        tops = tops + (top,)
+        heads = heads + (pay,)
         if k + 1 < K:
             won = pays[0] == pay
-            next_keys = ()
-            next_pays = ()
-            # A lane can give at most K - 1 - k more.
-            for i in tl.static_range(len(keys)):
-                if i < K - 1 - k:
-                    if i + 1 < len(keys):
-                        next_keys = next_keys + (tl.where(won, keys[i + 1], keys[i]),)
-                        next_pays = next_pays + (tl.where(won, pays[i + 1], pays[i]),)
-                    else:
-                        next_keys = next_keys + (tl.where(won, EXCLUDED if COMPLETE else EXHAUSTED, keys[i]),)
-                        next_pays = next_pays + (tl.where(won, -1 if COMPLETE else 0x7FFFFFFF, pays[i]),)
-            keys = next_keys
-            pays = next_pays
-    return best_key, best_pay
+            keys = shifted(keys, won, K - 1 - k, EXCLUDED if COMPLETE else EXHAUSTED)
+            pays = shifted(pays, won, K - 1 - k, -1 if COMPLETE else 0x7FFFFFFF)
+    return by_lane(tops, lane), by_lane(heads, lane)

@@ -11,9 +11,19 @@ from evenroute.routing._choose import choose_best
 from evenroute.routing._chunks import ID_SHIFT, LAST_EXPERT, row_bias, softmax_parts
 from evenroute.routing._deal import pick_slots
 from evenroute.routing._outputs import order_by_payload, publish_histogram, store_columns
-from evenroute.routing._scores import FLOAT_MAX, clean_logit, inverse_key, score_of
+from evenroute.routing._scores import FLOAT_MAX, clean_logit, inverse_key, reciprocal, score_of
 
 INFINITY_IMAGE = tl.constexpr(-2139095041 + 2)  # key_image(-inf)
+
+
+@triton.jit
+def cached(table_ptr, lane, WIDTH: tl.constexpr):
+    """Read a word of every sector of a table without negative entries: true, once it is here."""
+    found = lane >= 0
+    for part in tl.static_range((WIDTH + 255) // 256):
+        word = part * 256 + lane * 8
+        found &= tl.load(table_ptr + word, mask=word < WIDTH, other=0) >= 0
+    return found
 
 
 @triton.jit(
@@ -57,9 +67,12 @@ def route(
     GROUP_LANES: tl.constexpr,
     CHUNKS: tl.constexpr,
     DEPTH: tl.constexpr,
+    CODED: tl.constexpr,
     EARLY: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SLOTS: tl.constexpr,
+    SORT_BOUND: tl.constexpr,
+    SORT_BEST: tl.constexpr,
     ROWS: tl.constexpr,
     MODE: tl.constexpr,
     SCORING: tl.constexpr,
@@ -92,42 +105,53 @@ def route(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    pid = tl.program_id(0)
-    row = pid.to(tl.int64) * ROWS + tl.arange(0, ROWS)[None, :]
-    lane = tl.broadcast_to(tl.arange(0, 32)[:, None], [32, ROWS])
-    exists = row < num_tokens
-    live = exists
-    if HAS_VALID:
-        live = row < tl.minimum(tl.load(num_valid_ptr), num_tokens)
-    salt = rank_salt.to(tl.uint32)
-    ready = tl.broadcast_to(live, [32, ROWS])
-    if FORM == "hash":
-        seed = tl.load(seed_ptr)
-        salt = salt + seed.to(tl.uint32) * 0x27D4EB2F
-        ready &= seed >= 0  # always: seeds are not negative
-    if EARLY and FORM != "static":
-        # The slots' sectors come to the cache while the choice is made; a slot is never negative.
-        for part in tl.static_range((NUM_SLOTS + 255) // 256):
-            slot = part * 256 + lane * 8
-            ready &= tl.load(tables_ptr + AT[1] + slot, mask=slot < NUM_SLOTS, other=0) >= 0
     ANY_BIAS: tl.constexpr = HAS_BIAS or HAS_MARKED
-    logit_row = logits_ptr + row * row_stride
-    bias_row = bias_ptr + row * bias_stride
-    marked = exists
-    if HAS_MARKED:
-        marked = tl.load(marker_ptr + row, mask=exists, other=0) != 0
     SHAPE: tl.constexpr = (32, ROWS, 4)
     RAGGED: tl.constexpr = (CHUNKS * 128) != E
     LAYOUT: tl.constexpr = (CHUNKS * 4, E, G, GROUP_PAD, RAGGED, SOFTCAP, SCORING)
     PAYLOAD_AT: tl.constexpr = AT[5] if FORM == "static" else AT[4]
     SCORE: tl.constexpr = (SCORING, BIAS_ON_SCORE, ANY_BIAS, HAS_MARKED, HAS_BIAS, PAYLOAD)
-
     # The row's denominator, where chosen scores alone do not give the weights.
     NEED_SUM: tl.constexpr = (
         (SCORING == "softmax")
         and (MODE != "given")
         and ((not RENORMALIZE) or EPSILON > 0.0 or ANY_BIAS or MODE == "table")
     )
+    # A long batch would pay more for carrying keys along than for fetching the logits again.
+    KEY_IS_LOGIT: tl.constexpr = (
+        EARLY and MODE == "choose" and (not BY_ID) and SCORING == "softmax" and (not ANY_BIAS)
+    )
+    pid = tl.program_id(0)
+    lane = tl.broadcast_to(tl.arange(0, 32)[:, None], [32, ROWS])
+    valid_rows = num_tokens
+    if HAS_VALID:
+        valid_rows = tl.minimum(tl.load(num_valid_ptr), num_tokens)
+    salt = rank_salt.to(tl.uint32)
+    started = tl.broadcast_to(tl.arange(0, ROWS)[None, :] >= 0, [32, ROWS])
+    if FORM == "hash":
+        seed = tl.load(seed_ptr)
+        salt = salt + seed.to(tl.uint32) * 0x27D4EB2F
+        started &= seed >= 0  # always: seeds are not negative
+    # What the dispatch will read comes to the cache while the choice is made.
+    if EARLY and FORM != "static":
+        started &= cached(tables_ptr + AT[1], lane, NUM_SLOTS)
+        if WEIGHTED:
+            started &= cached(tables_ptr + AT[2], lane, NUM_SLOTS)
+        if not PAYLOAD:
+            started &= cached(tables_ptr + AT[0], lane, E)
+    if EARLY and CODED and PAYLOAD and MODE == "choose":
+        started &= cached(tables_ptr + PAYLOAD_AT, lane, E)
+    # Rows are counted in 32 bits and addressed in 64.
+    number = pid * ROWS + tl.arange(0, ROWS)[None, :]
+    row = number.to(tl.int64)
+    exists = number < num_tokens
+    live = number < valid_rows
+    ready = started & live
+    logit_row = logits_ptr + row * row_stride
+    bias_row = bias_ptr + row * bias_stride
+    marked = exists
+    if HAS_MARKED:
+        marked = tl.load(marker_ptr + row, mask=exists, other=0) != 0
     largest = tl.zeros([1, ROWS], tl.float32)
     denominator = tl.full([1, ROWS], 1.0, tl.float32)
     if NEED_SUM:
@@ -136,7 +160,7 @@ def route(
     routed = lane < K
     best_key = tl.zeros([32, ROWS], tl.int32)
     if MODE == "choose":
-        best_key, pay = choose_best(
+        best_key, pay, expert = choose_best(
             logit_row,
             bias_row,
             marked_ptr,
@@ -150,9 +174,12 @@ def route(
             K,
             CHUNKS,
             DEPTH,
+            CODED,
             EARLY,
             SEGMENTS,
             SLOTS,
+            SORT_BOUND,
+            SORT_BEST,
             TG,
             GROUP_LANES,
             TOP2,
@@ -160,7 +187,6 @@ def route(
             LAYOUT,
             SCORE,
         )
-        pay = tl.where(routed, pay, -1)
     else:
         take = routed & exists
         if MODE == "given":
@@ -173,10 +199,14 @@ def route(
         expert = tl.where(inside, expert, 0).to(tl.int32)
         # The column in the payload keeps repeated ids apart and finds given weights again.
         pay = tl.where(inside, ((LAST_EXPERT - expert) << ID_SHIFT) | (63 - lane), -1)
+    valid = routed & live
     if BY_ID:
-        pay = order_by_payload(pay, lane, K)
-    valid = routed & live & (pay >= 0)
-    expert = tl.where(pay >= 0, LAST_EXPERT - (pay >> ID_SHIFT), 0)
+        pay = order_by_payload(tl.where(routed, pay, -1), lane, K)
+    if MODE != "choose":
+        valid &= pay >= 0  # a choice leaves no column empty
+    if BY_ID or MODE != "choose":
+        expert = LAST_EXPERT - (pay >> ID_SHIFT)
+    expert = tl.where(valid, expert, 0)
 
     if MODE == "given":
         weight = tl.load(given_weights_ptr + row * K + (63 - (pay & 63)), mask=valid, other=0.0).to(
@@ -184,18 +214,17 @@ def route(
         )
         weight = tl.where((weight != weight) | (weight < 0.0), 0.0, tl.minimum(weight, FLOAT_MAX))
     else:
-        # A long batch would pay more for carrying keys along than for fetching the logits again.
-        KEY_IS_LOGIT: tl.constexpr = (
-            EARLY and MODE == "choose" and (not BY_ID) and SCORING == "softmax" and (not ANY_BIAS)
-        )
         if KEY_IS_LOGIT:
             x = tl.where(valid & (best_key >= INFINITY_IMAGE), inverse_key(best_key), float("-inf"))
         else:
             x = clean_logit(tl.load(logit_row + expert, mask=valid, other=float("-inf")), SCORING, SOFTCAP)
             x = tl.where(valid, x, float("-inf"))
         if SCORING == "softmax" and not NEED_SUM:
-            top = tl.max(tl.where(x == x, x, float("-inf")), axis=0, keep_dims=True)
-            largest = tl.where(top == float("-inf"), 0.0, top)
+            if MODE == "choose" and not BY_ID:
+                top = tl.gather(x, lane * 0, axis=0)  # columns fall
+            else:
+                top = tl.max(tl.where(x == x, x, float("-inf")), axis=0, keep_dims=True)
+            largest = tl.where(top > float("-inf"), top, 0.0)
         weight = score_of(x, largest, denominator, SCORING)
         if ANY_BIAS:
             if EARLY and MODE == "choose" and not BY_ID:
@@ -211,7 +240,10 @@ def route(
             total = total + EPSILON
         else:
             total = tl.where(total > 0.0, total, 1.0)
-        weight = weight / total
+        if MODE == "given":
+            weight = weight / total
+        else:
+            weight = weight * reciprocal(total)  # no smaller than the smallest normal number
     if SCALE != 1.0:
         weight = tl.minimum(weight * SCALE, FLOAT_MAX)
 

@@ -44,7 +44,8 @@ def _exp(x):
 def reciprocal(x):
     """1 / x within 1 ulp, subnormal results are 0; the interpreter's twin divides."""
     if INTERPRETED:
-        return 1.0 / x
+        inverse = 1.0 / x
+        return tl.where(tl.abs(inverse) < SMALLEST_NORMAL, 0.0, inverse)
     else:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -52,16 +53,41 @@ def reciprocal(x):
 
 
 @triton.jit
+def larger(a, b):
+    """The larger of two floats, of a float and NaN the float; the interpreter's maximum is NaN then."""
+    if INTERPRETED:
+        return tl.where(a != a, b, tl.where(b != b, a, tl.maximum(a, b)))
+    else:
+        return tl.maximum(a, b)
+
+
+@triton.jit
+def smaller(a, b):
+    """The smaller of two floats, of a float and NaN the float; the interpreter's minimum is NaN then."""
+    if INTERPRETED:
+        return tl.where(a != a, b, tl.where(b != b, a, tl.minimum(a, b)))
+    else:
+        return tl.minimum(a, b)
+
+
+@triton.jit
 def sigmoid_close(x):
-    """Sigmoid; NaN stays NaN, -inf gives 0 and +inf 1."""
-    keep: tl.constexpr = tl.PropagateNan.ALL
-    x = tl.minimum(tl.maximum(x, -100.0, propagate_nan=keep), 100.0, propagate_nan=keep)
-    return reciprocal(1.0 + _exp(x * -1.0))
+    """Sigmoid; NaN stays NaN, -inf gives 0 (of either sign) and +inf 1; below about -87.3 it is 0.
+
+    The factor that makes up for the rounding of x * log2(e) is 1 within 2e-5 while exp is finite and not 0. Beyond,
+    it is anything: at most 2, it leaves 0 and inf what they are, and exp's NaN comes from x alone.
+    """
+    high = x * -LOG2E_HIGH
+    low = tl.fma(x, -LOG2E_LOW, tl.fma(x, -LOG2E_HIGH, high * -1.0))
+    return reciprocal(1.0 + tl.exp2(high) * smaller(tl.fma(low, LN2, 1.0), 2.0))
 
 
 @triton.jit
 def sqrt_softplus(x):
-    """sqrt(max(x, 0) + log1p(exp(-|x|))); log1p(u) = 2 atanh(u / (2 + u)) by its series, |argument| <= 1/3."""
+    """sqrt(max(x, 0) + log1p(exp(-|x|))); log1p(u) = 2 atanh(u / (2 + u)) by its series, |argument| <= 1/3.
+
+    Below -20 log1p(u) is u within 1e-9, and exp(x) soon subnormal: exp(x / 2) instead, 0 from about -174.7 down.
+    """
     u = exp_close(-tl.abs(x))
     s = u / (2.0 + u)
     w = s * s
@@ -72,7 +98,7 @@ def sqrt_softplus(x):
     series = tl.fma(w, series, 1.0 / 5.0)
     series = tl.fma(w, series, 1.0 / 3.0)
     log1p = 2.0 * tl.fma(s * w, series, s)
-    return tl.sqrt_rn(tl.maximum(x, 0.0) + log1p)
+    return tl.where(x < -20.0, exp_close(x * 0.5), tl.sqrt_rn(tl.maximum(x, 0.0) + log1p))
 
 
 @triton.jit
@@ -140,5 +166,5 @@ def score_of(x, largest, denominator, SCORING: tl.constexpr):
     elif SCORING == "sqrtsoftplus":
         score = sqrt_softplus(x)
     else:
-        score = exp_close(x - largest) / denominator
+        score = _exp(tl.maximum(x - largest, -200.0)) / denominator
     return tl.where((x >= -FLOAT_MAX) & (score >= SMALLEST_NORMAL), score, 0.0)

@@ -29,6 +29,9 @@ class LaunchPlan:
     rows, warps  of a program
     early        all loads before any arithmetic: a batch of one wave is latency
     registers    a thread; else the compiler stops at what lets a multiprocessor fill up, and serialises
+    coded        short rows: ids in a byte each, groups dealt out anew (`_codes.py`); depth does not matter then
+    sort_bound, sort_best   by bound: the maxima, and what reaches the bound, are sorted over the lanes. More work, but
+                 fewer steps that wait for each other than a reduction a column: for many columns
     """
 
     chunks: int
@@ -41,6 +44,9 @@ class LaunchPlan:
     warps: int
     early: bool
     registers: int | None = None
+    coded: bool = False
+    sort_bound: bool = False
+    sort_best: bool = False
 
 
 def supports_groups(config: RouterConfig) -> bool:
@@ -86,14 +92,23 @@ def bound_layout(top_k: int, per_lane: int, lanes: int) -> tuple[int, int]:
 
 
 def chosen_by_bound(top_k: int, per_lane: int, num_tokens: int) -> bool:
-    """Wide rows and many columns: lists would be deep (and slow to compile); short wide batches keep lists."""
+    """Wide rows and many columns: lists would be deep (and slow to compile)."""
     if per_lane <= 8 or top_k <= 4:
         return False
-    return per_lane > 32 or top_k > 16 or num_tokens > (256 if per_lane > 16 else 4096)
+    if per_lane > 32 or top_k > 16 or (per_lane > 16 and top_k > 8):
+        return True
+    return num_tokens > (256 if per_lane > 16 else 4096)
+
+
+def fits_codes(config: RouterConfig, chunks: int, group: int, group_lanes: int) -> bool:
+    """Up to 256 experts, of which 128 places at most can win."""
+    if config.num_experts > 256:
+        return False
+    return chunks == 1 or (chunks == 2 and group_lanes >= 2 and config.topk_group * group <= 128)
 
 
 @lru_cache(maxsize=256)
-def plan_launch(config: RouterConfig, num_tokens: int, weighted: bool = False) -> LaunchPlan:
+def plan_launch(config: RouterConfig, num_tokens: int) -> LaunchPlan:
     """Plan for T rows; only the class of T matters (to 256, to 4096, above), so that few variants are compiled."""
     size = 256 if num_tokens <= 256 else 8192
     if config.grouped:
@@ -105,30 +120,40 @@ def plan_launch(config: RouterConfig, num_tokens: int, weighted: bool = False) -
         group, group_lanes, used = 0, 1, LANES
         per_lane = 4 * -(-config.num_experts // (4 * LANES))
     depth, segments, slots = list_depth(config.top_k, per_lane, used, size), 2, 1
-    if chosen_by_bound(config.top_k, per_lane, num_tokens):
+    by_bound = chosen_by_bound(config.top_k, per_lane, num_tokens)
+    if by_bound:
         depth = 0
         segments, slots = bound_layout(config.top_k, per_lane, used)
-    rows, warps, registers = program_shape(per_lane, num_tokens, weighted)
+    rows, warps, registers = program_shape(per_lane, num_tokens)
     if not WARPS_SHARE_A_PROGRAM:
         rows, warps, registers = 1, 1, registers if warps == 1 else None
-    early = num_tokens <= 4096  # one wave
+    # One wave; and rows by bound of few registers, which wait for reductions either way.
+    early = num_tokens <= 4096 or (by_bound and per_lane <= 16)
     return LaunchPlan(
-        per_lane // 4, depth, segments, slots, group, group_lanes, rows, warps, early, registers
+        chunks=per_lane // 4,
+        depth=depth,
+        segments=segments,
+        slots=slots,
+        group_pad=group,
+        group_lanes=group_lanes,
+        rows=rows,
+        warps=warps,
+        early=early,
+        registers=registers,
+        coded=fits_codes(config, per_lane // 4, group, group_lanes),
+        sort_bound=by_bound and num_tokens <= 4096 and segments == 2 and config.top_k == 16,
+        sort_best=by_bound and slots == 1 and config.top_k > 8,
     )
 
 
-def program_shape(per_lane: int, num_tokens: int, weighted: bool) -> tuple[int, int, int | None]:
+def program_shape(per_lane: int, num_tokens: int) -> tuple[int, int, int | None]:
     """(rows, warps, registers a thread) of a program, one row a warp: measured on one H200.
 
-    Several warps a program save launches; the weighted deal's loop, and lists that can run out, then have to agree
-    across warps, which costs more. More rows a warp never paid.
+    Several warps a program save launches; lists that can run out, and candidates that may not fit, then have to agree
+    across warps, which costs more. More rows a warp, and programs that go on to further rows, never paid.
     """
     if per_lane > 8:
-        return 1, 1, 128 if per_lane > 16 and num_tokens <= 256 else None
-    if weighted:
-        return (2, 2, 64) if per_lane <= 4 and num_tokens > 256 else (1, 1, None)
-    if per_lane <= 4:
+        return 1, 1, 255 if per_lane > 16 and num_tokens <= 256 else None
+    if per_lane <= 4 or num_tokens > 256:
         return 4, 4, 64
-    if num_tokens > 4096:
-        return 1, 1, None
     return 2, 2, 64

@@ -37,7 +37,8 @@ def score_experts(
 
     logits [T, E] any float dtype; bias [E] or [T, E]; marked_bias [E] replaces bias in rows with token_marker [T].
     """
-    values = logits.float().clamp(max=FLOAT_MAX)
+    # Contiguous: torch adds up rows of other strides in another order.
+    values = logits.float().contiguous().clamp(max=FLOAT_MAX)
     if config.scoring == "softmax":
         if config.softcap is not None:
             capped = config.softcap * torch.tanh(values / config.softcap)
@@ -50,8 +51,10 @@ def score_experts(
         base = _flush(torch.sigmoid(values))
         scores = base.nan_to_num(nan=0.0)
     else:
-        softplus = values.clamp(min=0.0) + torch.log1p(_flush(torch.exp(-values.abs())))
-        base = torch.sqrt(softplus)
+        softplus = values.clamp(min=0.0) + torch.log1p(torch.exp(-values.abs()))
+        # Far below 0 it is exp(x), soon subnormal; its root is not.
+        base = torch.where(values < -20.0, torch.exp(values * 0.5), torch.sqrt(softplus))
+        base = _flush(base)
         scores = base.nan_to_num(nan=0.0)
     row_bias = _row_bias(bias, marked_bias, token_marker)
     keys = base if row_bias is None else base + row_bias

@@ -69,7 +69,7 @@ def launch_arguments(
 ) -> tuple[tuple[int], list[Any], dict[str, Any], dict[str, Any]]:
     """(grid, positional arguments, constants, compiler and launch options) of one launch."""
     config, tables, counters = form.config, form.tables, form.counters
-    plan = plan_launch(config, call.num_tokens, form.weighted and form.form == "exact")
+    plan = plan_launch(config, call.num_tokens)
     mode = "choose"
     if call.given_ids is not None:
         mode = "given"
@@ -143,6 +143,9 @@ def launch_arguments(
         "ROWS": plan.rows,
         "CHUNKS": plan.chunks,
         "DEPTH": plan.depth,
+        "CODED": plan.coded,
+        "SORT_BOUND": plan.sort_bound,
+        "SORT_BEST": plan.sort_best,
         "EARLY": plan.early,
         "SEGMENTS": plan.segments,
         "SLOTS": plan.slots,

@@ -195,7 +195,8 @@ def torch_steps(job: Job, device: torch.device) -> list[Callable[..., Any]]:
 
     def remap(ids: torch.Tensor) -> torch.Tensor:
         rows = torch.arange(len(ids), device=device)[:, None]
-        number = offset[ids + 1] - offset[ids]
+        # At least 1, which the compiler's spare lanes do not know.
+        number = (offset[ids + 1] - offset[ids]).clamp(min=1)
         return slots[offset[ids] + ((rows * 40503 + ids * 9973) & 0xFFFF) % number]
 
     def mask(

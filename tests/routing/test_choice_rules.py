@@ -60,6 +60,37 @@ def test_sqrtsoftplus(backend: str) -> None:
 
 
 @BOTH
+def test_scores_keep_their_order_down_to_the_smallest_normal_number(backend: str) -> None:
+    """What is subnormal is 0, and ties: sigmoid below -87.3, sqrt(softplus) only below -174.6."""
+    x = torch.tensor([[-100.0, -88.0, -86.0, -170.0, -95.0, -180.0, -190.0, -101.0]])
+    out = route(make(RouterConfig(8, 8, "sqrtsoftplus", renormalize=False), backend), x)
+    assert out.logical_ids.tolist() == [[2, 1, 4, 0, 7, 3, 5, 6]]
+    found = out.weights.double().cpu()
+    torch.testing.assert_close(
+        found[:, :6], torch.exp(x.double() / 2)[:, [2, 1, 4, 0, 7, 3]], rtol=1e-5, atol=0
+    )
+    assert found[0, 6:].tolist() == [0, 0]
+    out = route(make(RouterConfig(8, 8, "sigmoid", renormalize=False), backend), x)
+    assert out.logical_ids.tolist() == [[2, 0, 1, 3, 4, 5, 6, 7]]
+    assert out.weights[0, 1:].tolist() == [0] * 7
+
+
+@BOTH
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_strides_of_the_logits_do_not_change_a_bit(backend: str, scoring: str) -> None:
+    x = seeded(7, 48).to(DEVICE)
+    router = make(RouterConfig(48, 5, scoring, renormalize=False), backend)
+    wanted = router(x, 0)
+    spread = torch.zeros((7, 96), device=DEVICE)
+    spread[:, ::2] = x
+    for other in (x.t().contiguous().t(), spread[:, ::2]):
+        assert other.stride(1) != 1
+        found = router(other, 0)
+        assert torch.equal(found.weights, wanted.weights)
+        assert torch.equal(found.logical_ids, wanted.logical_ids)
+
+
+@BOTH
 def test_arithmetic_is_fp32_whatever_the_dtype_of_the_logits(backend: str) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         x = seeded(4, 24).to(dtype)

@@ -46,6 +46,11 @@ def test_plan_covers_every_expert_and_group(config: RouterConfig, rows: int) -> 
         assert plan.group_pad >= config.num_experts // config.num_groups
         assert plan.group_lanes * config.num_groups <= 32
         assert plan.group_lanes * plan.chunks * 4 == plan.group_pad
+    if plan.coded:
+        assert config.num_experts <= 256
+        assert plan.chunks == 1 or plan.group_pad * config.topk_group <= 128
+    if plan.sort_bound:
+        assert (plan.segments, config.top_k) == (2, 16)
     if plan.depth == 0:
         assert plan.segments <= plan.chunks
         assert 32 * plan.slots >= config.top_k
@@ -87,6 +92,11 @@ FORCED = [
     (RouterConfig(512, 8, "sigmoid", 8, 2), {"depth": 4}),
     (RouterConfig(512, 8, "sigmoid", 8, 2), {"depth": 0, "segments": 4, "slots": 2}),
     (RouterConfig(1100, 18, "sqrtsoftplus"), {"depth": 0, "segments": 8, "slots": 2}),
+    (RouterConfig(384, 10, "sigmoid"), {"depth": 0, "segments": 2, "slots": 1, "sort_best": True}),
+    (
+        RouterConfig(512, 16, "sigmoid"),
+        {"depth": 0, "segments": 2, "slots": 1, "sort_best": True, "sort_bound": True},
+    ),
 ]
 
 
@@ -106,11 +116,42 @@ def test_every_algorithm_survives_its_worst_rows(
 ) -> None:
     """Lists that run out and candidates that do not fit: the exact fallback answers, for the whole program."""
 
-    def plan(config: RouterConfig, rows: int, weighted: bool = False) -> launch_plan.LaunchPlan:
-        return replace(plan_launch(config, rows, weighted), **forced, early=early)
+    def plan(config: RouterConfig, rows: int) -> launch_plan.LaunchPlan:
+        return replace(plan_launch(config, rows), **forced, early=early)
 
     monkeypatch.setattr("evenroute.routing.route_kernel.plan_launch", plan)
     slots = -(-config.num_experts // 8) * 8
     pair = Pair(Variant(config, slots, bias="experts"), DEVICE, BACKEND)
     for turn, flavour in enumerate(("hot", "special") if early else ("equal", "hot")):
         pair.check(draw_case(pair.variant, 6, flavour, turn, DEVICE))
+
+
+CODED = [  # experts, top_k, scoring, groups, kept, method
+    (256, 8, "sigmoid", 8, 4, "noaux_tc"),
+    (256, 8, "softmax", 16, 4, "noaux_tc"),
+    (160, 6, "softmax", 8, 3, "greedy"),
+    (192, 20, "sqrtsoftplus", 6, 2, "noaux_tc"),
+    (256, 32, "sigmoid", 4, 2, "greedy"),
+    (250, 3, "sigmoid", 2, 1, "noaux_tc"),
+    (128, 8, "softmax", 1, 1, "noaux_tc"),
+    (100, 32, "sigmoid", 1, 1, "noaux_tc"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("index", range(len(CODED)))
+def test_short_rows_by_codes(index: int) -> None:
+    """Groups dealt out anew: padded groups, NaN, ties between groups and between lanes."""
+    experts, top_k, scoring, groups, kept, method = CODED[index]
+    config = RouterConfig(experts, top_k, scoring, groups, kept, topk_method=method)
+    assert plan_launch(config, 6).coded
+    slots = -(-experts // 8) * 8
+    bias = "none" if scoring == "softmax" else "experts"
+    pair = Pair(Variant(config, slots, bias=bias), DEVICE, BACKEND)
+    for turn, flavour in enumerate(("special", ("normal", "ties", "equal")[index % 3])):
+        pair.check(draw_case(pair.variant, 8, flavour, turn, DEVICE))
+
+
+def test_rows_that_codes_do_not_fit() -> None:
+    for experts, top_k, groups, kept in ((257, 8, 1, 1), (256, 8, 1, 1), (256, 8, 8, 5), (256, 8, 32, 4)):
+        assert not plan_launch(RouterConfig(experts, top_k, "sigmoid", groups, kept), 6).coded

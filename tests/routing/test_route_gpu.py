@@ -13,6 +13,7 @@ from evenroute.eplb.topology import Topology
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router
+from evenroute.routing.simulated import KINDS, LogitSource
 from evenroute.routing.tables import DispatchTables
 from support.route_checks import FLAVOURS, Pair, draw_case
 from support.route_variants import pairwise_variants
@@ -182,3 +183,32 @@ def test_take_while_tickets_go_on() -> None:
     counters.take(pinned)
     torch.cuda.synchronize()
     assert pinned.tolist() == [[1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_simulated_input_on_the_device(kind: str) -> None:
+    """What the CPU draws, drawn on the device; a trace's choices follow its loads."""
+    generator = torch.Generator().manual_seed(1)
+    loads = (torch.rand((2, 256), generator=generator) + 0.1).pow(3).double().numpy()
+    given = {"loads": loads} if kind == "trace" else {}
+    sources = [
+        LogitSource(kind, DSV3, 2, 7, rank=1, ep_size=8, device=name, **given) for name in ("cpu", "cuda")
+    ]
+    valid = torch.tensor([90], dtype=torch.int32)
+    for layer, step in ((0, 0), (1, 5)):
+        if sources[0].rewrites_ids:
+            host, device = (s.ids(layer, 96, step, valid.to(s.device)) for s in sources)
+            assert torch.equal(host, device.cpu())
+            assert bool((host[90:] == -1).all())
+            assert sources[1].weights(96).device.type == "cuda"
+        else:
+            host, device = (s.logits(layer, 96, step) for s in sources)
+            torch.testing.assert_close(host, device.cpu(), rtol=1e-6, atol=1e-6)
+        assert device.device.type == "cuda"
+    if kind == "trace":
+        router, _, counters = make(DSV3, 288, layers=2)
+        for step in range(12):
+            router(sources[1].logits(1, 8192, step), 1)
+        counts = counters.take()[1].double().cpu()
+        wanted = torch.from_numpy(sources[1].frequencies(1))
+        assert 0.5 * float((counts / counts.sum() - wanted / wanted.sum()).abs().sum()) <= 0.05
