@@ -163,7 +163,7 @@ class AgentConfig:
 
     `rebalancer` "" = no rebalancer: the start placement stays. `window_steps`: counts are taken every so many steps.
     `top_k`: routed experts a token (counts are checked against it). `shared_counts`: `tokens="shared"`, rank 0 reports.
-    `record_dir`: where this rank writes recordings of passes (`evenroute record start --mode per_pass | per_token`).
+    `record_dir`: where this rank writes recordings of passes (`evenroute record start ADDR --mode per_token`).
     """
 
     rebalancer: str = ""

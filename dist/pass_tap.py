@@ -170,7 +170,7 @@ class PassTap:
         self._layers, self._top_k = job.num_layers, job.top_k
         small = max(job.num_slots, job.num_logical_experts) <= 1 << 15
         self._dtype = torch.int16 if small else torch.int32
-        self._device = device
+        self._on_gpu = device.type == "cuda"
         self._session: PassSession | None = None
         self._pass: TokenPass | None = None
         self._views: Sequence[Tensor] = ()
@@ -226,7 +226,7 @@ class PassTap:
             self._give_up(f"RankAgent.record: {type(error).__name__}: {error}")
 
     def _copy(self, found: TokenPass, layer: int, routed: RoutedIds | Tensor) -> None:
-        if self._capturing():
+        if self._on_gpu and self._capturing():
             return
         ids = routed if isinstance(routed, Tensor) else routed.logical_ids
         if ids is None:
@@ -240,15 +240,19 @@ class PassTap:
                 f"layer {layer}, ids {list(ids.shape)} found, expected layers below {self._layers} and "
                 f"[T, {self._top_k} or more] (agent.top_k)"
             )
-        at = found.filled[layer]
+        at, target = found.filled[layer], self._views[layer]
+        if ids.shape == target.shape and not at:
+            target.copy_(ids)
+            found.filled[layer] = found.rows
+            return
         rows = min(ids.shape[0], found.rows - at)
-        self._views[layer][at : at + rows].copy_(ids[:rows, : self._top_k])
+        target[at : at + rows].copy_(ids[:rows, : self._top_k])
         found.filled[layer] = at + rows
 
     def add_inputs(self, token_ids: Tensor | None, positions: Tensor | None) -> None:
         """Vocabulary ids and positions ``[T]`` of the pass."""
         found = self._pass
-        if found is None or self._capturing():
+        if found is None or (self._on_gpu and self._capturing()):
             return
         try:
             assert isinstance(found.buffer, TokenBuffer)
@@ -263,7 +267,7 @@ class PassTap:
             self._give_up(f"RankAgent.record_inputs: {type(error).__name__}: {error}")
 
     def _capturing(self) -> bool:
-        if self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if not torch.cuda.is_current_stream_capturing():
             return False
         assert self._session is not None
         self._session.odd = (
