@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from types import TracebackType
+
+from evenroute.tools.run_folder import RunFolder, end_with_parent
 
 START_LIMIT_S = 90.0
 COMPILE_LIMIT_S = 300.0
@@ -32,18 +31,13 @@ min_gain = {min_gain}
 """
 
 
-def _end_with_parent() -> None:
-    """In the child: SIGTERM when rank 0 is gone, however it ended (Linux: prctl PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
 class CellRebalancer:
     """`evenroute rebalancer` in a temporary folder, for one cell."""
 
     def __init__(self, policy: str, windows: int) -> None:
         """Starts it and returns at once."""
-        self._temporary = tempfile.TemporaryDirectory(prefix="evenroute-")
-        self._folder = Path(self._temporary.name)
+        self._temporary = RunFolder()
+        self._folder = self._temporary.path
         self.address = f"ipc://{self._folder}/r.sock"
         self._ready, self._log = self._folder / "ready.json", self._folder / "log"
         config = self._folder / "rebalancer.toml"
@@ -55,7 +49,7 @@ class CellRebalancer:
         command = [sys.executable, "-m", "evenroute.tools", "rebalancer", "--config", str(config)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, preexec_fn=_end_with_parent
+                command, stdout=log, stderr=log, env=environment, preexec_fn=end_with_parent
             )
 
     def wait_ready(self) -> None:
@@ -83,7 +77,7 @@ class CellRebalancer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(STOP_LIMIT_S)
-        self._temporary.cleanup()
+        self._temporary.remove()
 
 
 class Rebalancers:
@@ -95,7 +89,7 @@ class Rebalancers:
         self._started: dict[int, CellRebalancer] = {}
         # Compiled once, beside everything that happens meanwhile.
         code = "from evenroute.eplb.warm_up import warm_up; warm_up()"
-        self._compiling = subprocess.Popen([sys.executable, "-c", code])
+        self._compiling = subprocess.Popen([sys.executable, "-c", code], preexec_fn=end_with_parent)
 
     def wait_compiled(self) -> None:
         """Until the planner comes from the cache; subprocess.TimeoutExpired beyond all reason."""
