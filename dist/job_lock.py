@@ -143,8 +143,8 @@ class StoreLock:
                 if time.monotonic() >= deadline:
                     os.close(self._descriptor)
                     raise OSError(
-                        f"{what}: {path} is in use by another rebalancer, under another name of the same file "
-                        "(a hard link); stop that one"
+                        f"{what}: {path} is in use by another rebalancer ({_flock_holder(path)}) that has it under "
+                        "another name (a hard link) or whose lock file was removed; stop that one"
                     ) from None
             time.sleep(0.05)
 
@@ -161,6 +161,18 @@ class StoreLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _flock_holder(path: Path) -> str:
+    """Who has the flock on this file, as far as the kernel's list of locks tells."""
+    with suppress(OSError):
+        found = path.stat()
+        file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if len(words) > 5 and words[1] == "FLOCK" and words[5] == file and int(words[4]) > 0:
+                return f"pid {words[4]}"
+    return "an unknown process"
 
 
 class JobLock:

@@ -38,6 +38,9 @@ def child_environment(**extra):
     return env
 
 
+WITHOUT_LOCKS = "import fcntl; fcntl.flock = lambda *_: None; from evenroute.tools.cli import main; main()"
+
+
 @dataclass
 class RebalancerProcess:
     """`evenroute rebalancer` as a child process; `log` is its stderr."""
@@ -49,6 +52,7 @@ class RebalancerProcess:
     flags: list[str] = field(default_factory=list)
     toml: str = ""
     preexec: object = None
+    without_locks: bool = False  # as on a file system whose locks do not reach the other host
     process: subprocess.Popen | None = None
 
     def __post_init__(self):
@@ -73,8 +77,9 @@ class RebalancerProcess:
             config.write_text(self.toml)
             flags += ["--config", str(config)]
         with self.log_path.open("ab") as log:
+            main = ["-c", WITHOUT_LOCKS] if self.without_locks else ["-m", "evenroute.tools.cli"]
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "evenroute.tools.cli", "rebalancer", *flags],
+                [sys.executable, *main, "rebalancer", *flags],
                 stderr=log,
                 stdout=subprocess.DEVNULL,
                 env=child_environment(),
