@@ -76,17 +76,18 @@ def _bits_set(word, BITS: tl.constexpr):
 
 
 @triton.jit
-def _shared_zeros(words, program, DECLARE: tl.constexpr):
-    """Address of shared memory (DECLARE says how much) whose first words, as many as `words` counts up to, are 0."""
-    base = tl.inline_asm_elementwise(DECLARE, "=r,r", [program], dtype=tl.int32, is_pure=False, pack=1)
+def _zero_shared(address):
     tl.inline_asm_elementwise(
-        "st.shared.u32 [$1], 0; mov.u32 $0, 0;",
-        "=r,r",
-        [base + words * 4],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
+        "st.shared.u32 [$1], 0; mov.u32 $0, 0;", "=r,r", [address], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def _shared_zeros(program, bins, masks, BINS: tl.constexpr, DECLARE: tl.constexpr):
+    """Address of shared memory (DECLARE says how much): BINS words of counts, then the words of the masks, all 0."""
+    base = tl.inline_asm_elementwise(DECLARE, "=r,r", [program], dtype=tl.int32, is_pure=False, pack=1)
+    _zero_shared(base + bins * 4)
+    _zero_shared(base + (BINS + masks) * 4)
     tl.debug_barrier()
     return base
 
@@ -166,7 +167,6 @@ def align_once_kernel(
     BITS: tl.constexpr,
     COUNTED: tl.constexpr,
     SHARED: tl.constexpr,
-    WORDS: tl.constexpr,
     DECLARE: tl.constexpr,
     FILL: tl.constexpr,
     DROP: tl.constexpr,
@@ -176,7 +176,7 @@ def align_once_kernel(
     """One launch: every program counts the whole batch and places the elements of its own OWN buckets.
 
     The own elements are bits of masks, one a valid bucket: an element's rank is the number of bits before it.
-    COUNTED: the router has counted. SHARED: masks and counts by atomics in WORDS of shared memory (DECLARE), else, for
+    COUNTED: the router has counted. SHARED: masks and counts by atomics in shared memory (DECLARE), else, for
     the interpreter, by reductions. BITS of a mask's words: so many that a bucket's words lie in one warp.
     `ids_ptr` is read by single words on purpose: after loads of 16 bytes the batch is moved through shared memory.
     """
@@ -187,7 +187,7 @@ def align_once_kernel(
     inside = index < numel
     bins = tl.arange(0, BINS)
     if SHARED:
-        base = _shared_zeros(tl.arange(0, WORDS), program, DECLARE)
+        base = _shared_zeros(program, bins, tl.arange(0, OWN * (N // 32)), BINS, DECLARE)
     bucket = _buckets(tl.load(ids_ptr + index, mask=inside, other=-1), num_experts, inside)
     own = bucket - first
     mine = inside & (own >= 0) & (own < OWN) & (bucket > 0)

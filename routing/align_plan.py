@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 ONCE_LIMIT = 4096
 """Ids that one launch takes."""
 ONCE_BINS = 1 << 13
-"""Bins that its shared memory holds: 32 KiB."""
+"""Bins that its shared memory holds."""
 _MIDDLE_CHUNK_FROM = 1 << 15
 _LARGE_CHUNK_FROM = 1 << 18
 
@@ -105,7 +105,7 @@ def _launch_once(launch: _Launch, plan: AlignPlan) -> None:
 
     numel, out, bins = launch.flat.numel(), launch.out, launch.bins
     length = max(32 * plan.warps, _power_of_two(numel))
-    words = _power_of_two(bins + plan.own * (length // 32))
+    words = bins + plan.own * (length // 32)  # at most 36 KiB; 48 may be declared
     align_once_kernel[(-(-(launch.num_experts + 1) // plan.own),)](
         *launch.outputs,
         launch.flat,
@@ -122,7 +122,6 @@ def _launch_once(launch: _Launch, plan: AlignPlan) -> None:
         BITS=32 if length <= 1024 else 64,
         COUNTED=launch.slot_histogram is not None,
         SHARED=launch.flat.is_cuda,
-        WORDS=words,
         DECLARE=f".shared .align 16 .b32 evenroute_words[{words}]; mov.u32 $0, evenroute_words;",
         FILL=256,
         num_warps=plan.warps,
