@@ -139,6 +139,7 @@ class RankAgent:
         )
         self._recorder = self._thread.recorder
         self._tap = PassTap(started.job, counters.device)
+        self._rows_changed = False  # since a recording was last told the live rows
         self._pass_counts: PassSession | None = None  # records each pass's counts; a take fell on its start
         self._reports = self.rank == 0 or not config.shared_counts
         self._free: deque[_HostBuffer] = deque(_HostBuffer(counters) for _ in range(_NUM_BUFFERS))
@@ -224,25 +225,25 @@ class RankAgent:
         self._mover.advance()
         if count:
             self._tokens += num_tokens
+        self._rows_changed = self._rows_changed or bool(switched)
         if session is not None and session.accepts:
-            self._begin_pass(session, step, num_tokens, switched=bool(switched))
+            self._begin_pass(session, step, num_tokens)
         self._step = step + 1
         return StepResult(step, self._key, self._layer_keys, switched, count)
 
-    def _begin_pass(self, session: PassSession, step: int, num_tokens: int, *, switched: bool) -> None:
-        state = self._core.state
+    def _begin_pass(self, session: PassSession, step: int, num_tokens: int) -> None:
+        state, changed = self._core.state, self._rows_changed
         if session.order.mode == "per_token":
             if self._counting:
-                self._tap.begin(
-                    session, step, num_tokens, state.live_rows, state.live_keys, switched=switched
-                )
+                self._rows_changed = False
+                self._tap.begin(session, step, num_tokens, state.live_rows, state.live_keys, switched=changed)
             return
         new = session is not self._pass_counts
-        if (
-            new and self._first_step == step
-        ):  # else the take was put off: its counts hold steps before the start
+        # A take that was put off holds steps of before the start.
+        if new and self._first_step == step:
             self._pass_counts = session
-        if self._pass_counts is session and (new or switched):
+        if self._pass_counts is session and (new or changed):
+            self._rows_changed = False
             session.placed(step, list(state.live_rows), list(state.live_keys))
 
     def record(self, layer: int, routed: RoutedIds | Tensor) -> None:
@@ -439,6 +440,8 @@ def _recorder(
     device: torch.device,
     wake: Callable[[], None],
 ) -> PassRecorder:
+    if device.type == "cuda" and device.index is None:  # of this thread; the recorder's has another
+        device = torch.device("cuda", torch.cuda.current_device())
     settings = RecorderSettings(
         run=run,
         rank=rank,

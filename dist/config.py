@@ -188,7 +188,8 @@ class AgentConfig:
     def __post_init__(self) -> None:
         _require_finite("agent", self)
         for name in ("record_buffer_bytes", "record_part_bytes", "record_max_bytes"):
-            _require("agent", name, getattr(self, name), getattr(self, name) >= 65536, "at least 65536")
+            found = getattr(self, name)
+            _require("agent", name, found, 65536 <= found <= 2**40, "65536 to 2**40")
         for name in ("top_k", "window_steps", "agree_every"):
             _require("agent", name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         for name in (

@@ -118,11 +118,16 @@ class PassArena:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
         num_bytes -= num_bytes % _ALIGNMENT
         self.largest = num_bytes // 4
-        self.host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        self.staging = torch.empty(self.largest, dtype=torch.uint8, device=device) if on_gpu else None
+        self.staging: Tensor | None = None
+        if device.type == "cuda":
+            # Called by a thread of its own, whose current device would be the first one.
+            with torch.cuda.device(device):
+                self.host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+                self.staging = torch.empty(self.largest, dtype=torch.uint8, device=device)
+        else:
+            self.host = torch.empty(num_bytes, dtype=torch.uint8)
         self._events: deque[torch.cuda.Event] = deque()
         self._head = self._tail = 0  # bytes ever taken, and released
 

@@ -16,19 +16,29 @@ import torch
 
 from evenroute.dist import pass_recorder
 from evenroute.dist.adapter_torch import RoutedGate
-from evenroute.dist.control import RecordStart, StatusRequest, decode_order, decode_request, encode_control
+from evenroute.dist.control import (
+    RankRecording,
+    RecordStart,
+    StatusRequest,
+    decode_order,
+    decode_request,
+    encode_control,
+)
 from evenroute.dist.messages import JobShape, MessageError
 from evenroute.dist.pass_files import PassFiles
 from evenroute.dist.pass_messages import OVER, RecordOrder, RecordReport
 from evenroute.dist.pass_orders import PassOrders
 from evenroute.dist.pass_recorder import PassRecorder, RecorderSettings
 from evenroute.dist.pass_tap import PassArena, PassTap
-from evenroute.dist.recording import PassRecording
+from evenroute.dist.recording import PassRecording, Recorder
 from evenroute.eplb.dump_reader import DumpReader
 from evenroute.eplb.foreign_open import open_source, open_sources
 from evenroute.eplb.placement import Placement
+from evenroute.eplb.store import HistoryStore
 from evenroute.eplb.topology import Topology
+from evenroute.tools.cmd_record import rank_lines
 from support.control_plane import wait_for
+from support.fake_control import status
 
 RUN, EPOCH = 77, 1 << 20
 JOB = JobShape(3, 8, 12, 2, 1, 2, False, "pass")
@@ -497,6 +507,42 @@ def test_nobody_is_ordered_for_another_run_or_without_an_epoch_and_only_rank_0_o
     assert list(PassOrders().due(WANTED, View(), 0, 0.0)) == []  # type: ignore[arg-type]
     assert due(PassOrders(), None, 0.0) == []
     assert due(PassOrders(), WANTED, 0.0, View(shared=True)) == [(b"\0", True)]
+
+
+def test_a_recording_ends_with_its_run_and_older_stores_are_read(tmp_path: Path) -> None:
+    with HistoryStore(tmp_path / "run.db") as store:
+        store.begin_epoch(EPOCH, pid=1, now=0.0)
+        old = '{"run": 77, "started": 1.0, "stopped": null, "per_rank": true}'  # as written before modes were
+        store.set_setting("recording", old, epoch=EPOCH)
+        recorder = Recorder(store)
+        assert (recorder.active, recorder.mode, recorder.passes()) == (True, "stat", None)
+        recorder.stop(epoch=EPOCH, now=2.0)
+        request = RecordStart(mode="per_token")
+        done = recorder.start(request, run=RUN, recording=5, epoch=EPOCH, now=1.7e9)
+        assert "mode per_token, files called 20231114-221320" in done.text  # type: ignore[union-attr]
+        again = Recorder(store)  # the rebalancer was restarted
+        assert again.passes() == PassRecording(RUN, 5, "per_token", "20231114-221320", True)
+        assert not again.end_with_run(RUN, epoch=EPOCH, now=3.0)
+        assert not again.end_with_run(0, epoch=EPOCH, now=3.0)
+        assert again.end_with_run(RUN + 1, epoch=EPOCH, now=3.0)
+        assert not again.active
+        wanted = again.passes()
+        assert wanted is not None
+        assert not wanted.running
+
+
+def test_a_rank_of_an_older_version_is_told_as_one_that_does_not_answer() -> None:
+    kept = RankRecording("recording", 5, 50, 1000, 0, 0, 1, "", "host", "/r/x-rank0.evd")
+    found = status(2, recording=True, recording_mode="per_token", recording_name="x")
+    ranks = [msgspec.structs.replace(found.ranks[0], recording=kept), found.ranks[1]]
+    lines = rank_lines(msgspec.structs.replace(found, ranks=ranks))
+    assert lines == [
+        "rank 1: no answer (is it of an older evenroute version?)",
+        "rank 0: recording, 5 passes, 50 tokens, 1 kB in 1 file, host:/r/x-rank0.evd",
+    ]
+    shared = msgspec.structs.replace(found, ranks=ranks, shared_counts=True)
+    assert len(rank_lines(shared)) == 1  # only rank 0 is to record
+    assert rank_lines(msgspec.structs.replace(found, recording_mode="stat")) == []
 
 
 def test_a_recording_that_a_lost_store_forgot_is_ended() -> None:

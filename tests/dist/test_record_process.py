@@ -64,7 +64,8 @@ def test_ids_of_every_token_over_switches_and_a_killed_rebalancer(tmp_path: Path
     rebalancer = RebalancerProcess(tmp_path, flags=FLAGS)
     with rebalancer:
         agent = {"rebalancer": rebalancer.address, "record_dir": str(records), "record_part_bytes": 65536}
-        with RecordJob(tmp_path, 2, agent=agent) as job:
+        # Switches come every 4 steps, dummies every 5: some switch at a step that is not recorded.
+        with RecordJob(tmp_path, 2, agent=agent, uncounted_every=5) as job:
             job.wait_more(20)
             started = evenroute("record", "start", rebalancer.address, "--mode", "per_token", "--name", "x")
             assert (started.status, started.err) == (0, ""), started
@@ -104,13 +105,14 @@ def test_ids_of_every_token_over_switches_and_a_killed_rebalancer(tmp_path: Path
             steps = [frame.step for frame in found]
             assert steps == sorted(set(steps))
             routed = job.routed(rank)
-            dropped = [s for s in range(steps[0], steps[-1] + 1) if s not in set(steps)]
+            dropped = [s for s in routed if steps[0] <= s <= steps[-1] and s not in set(steps)]
             notes = [note for path in files_of(records, rank) for note in DumpReader(path).totals.notes]
             assert bool(dropped) == any("passes dropped" in note for note in notes)
             assert len(dropped) <= len(steps) // 10
             # All between the commands is there, the time without a rebalancer too.
-            assert steps[0] <= begun[rank] + 1  # a step may be under way at the start, and one at the end
-            assert steps[-1] >= ended[rank] - 2
+            # A step may be under way at the start, and one at the end; beside each may be a dummy.
+            assert steps[0] <= begun[rank] + 2
+            assert steps[-1] >= ended[rank] - 3
             assert steps[0] < kill_at < steps[-1]
             for frame in found:
                 assert np.array_equal(frame.ids, routed[frame.step]), (rank, frame.step)

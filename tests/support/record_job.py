@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 
 from support.control_plane import child_environment, wait_for
 from support.job import free_port
-from support.record_rank import RecordOptions
+from support.record_rank import RecordOptions, is_counted
 
 
 class RecordJob:
@@ -74,7 +73,7 @@ class RecordJob:
         return [process.wait(timeout=limit_s) for process in self.processes]
 
     def routed(self, rank):
-        """{step: int16 [L, T, K]} of everything that was routed."""
+        """{step: int16 [L, T, K]} of everything that was routed and counted."""
         options = self.options
         data = np.fromfile(self.folder / f"ids-{rank}.bin", np.int16)
         found, at = {}, 0
@@ -83,11 +82,7 @@ class RecordJob:
             shape = (options.num_layers, rows, options.top_k)
             if at + size > len(data):
                 break
-            found[step] = data[at : at + size].reshape(shape)
+            if is_counted(options, step):
+                found[step] = data[at : at + size].reshape(shape)
             at += size
         return found
-
-
-def environment_with(**extra):
-    """This process's environment for a command."""
-    return {**os.environ, **extra}

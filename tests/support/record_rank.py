@@ -41,6 +41,12 @@ class RecordOptions(msgspec.Struct):
     step_s: float = 0.01
     emit: tuple[str, ...] = ("weights", "physical_ids")
     silent: bool = False  # never calls agent.record
+    uncounted_every: int = 0  # every so many steps are dummies, that nobody counts and nothing records
+
+
+def is_counted(options: RecordOptions, step: int) -> bool:
+    """Whether a step is no dummy."""
+    return not options.uncounted_every or step % options.uncounted_every != 0
 
 
 def main() -> None:
@@ -70,7 +76,7 @@ def main() -> None:
             generator = torch.Generator().manual_seed(1000 * step + rank)
             tokens = 0 if (step + rank) % 7 == 6 else options.tokens + step % 3  # idle steps, uneven ones
             began = time.perf_counter()
-            agent.step(tokens)
+            agent.step(tokens, count=is_counted(options, step))
             slowest = max(slowest, time.perf_counter() - began)
             if not options.silent:
                 agent.record_inputs(
