@@ -32,6 +32,7 @@ from evenroute.eplb.topology import Topology
 logger = logging.getLogger("evenroute.dist.agent")
 
 _REPORT_EVERY_S = 1.0
+_PIECE = 1 << 16  # ids translated at once
 
 
 class PassBuffer(Protocol):
@@ -116,7 +117,7 @@ class PassSession:
         self._reason = ""
         self._files: PassFiles | None = None
         self._passes = self._tokens = self._merged = self._incomplete = 0
-        self._rows: Sequence[PlacementRow] = ()
+        self._slots: NDArray[np.int32] = np.zeros((0, 0), np.int32)  # [L, P] of the passes that come now
         self._waiting_bytes = 0
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="evenroute-passes", daemon=True)
@@ -273,7 +274,7 @@ class PassSession:
                 self._files.add_window(window)
                 self._note(item.tokens, item.last_step - item.first_step)
             case _Placed():
-                self._rows = item.rows
+                self._slots = np.stack([row.slots for row in item.rows])
                 job = self.settings.job
                 self._files.add_placement(
                     item.step, item.rows, item.keys, Topology(job.ep_size, job.num_nodes)
@@ -289,16 +290,27 @@ class PassSession:
             return
         item.buffer.wait()
         ids = item.buffer.ids()
-        for layer, rows in enumerate(item.filled):  # layer by layer: numpy holds the interpreter only briefly
-            ids[layer, rows:] = -1
-            if layer in item.physical:
-                _to_logical(ids[layer, :rows], self._rows[layer].slots)
         if min(item.filled) < item.rows:
+            for layer, rows in enumerate(item.filled):
+                ids[layer, rows:] = -1
             with self._lock:
                 self._incomplete += 1
+        # In small pieces: numpy holds the interpreter only briefly, and the forward thread needs it.
+        layers = sorted(item.physical)
+        step = max(1, _PIECE // max(1, ids[0].size))
+        for first in range(0, len(layers), step):
+            self._to_logical(ids, layers[first : first + step])
         extras = (item.buffer.extra(name) for name in ("token_ids", "positions"))
         self._files.add_tokens(item.step, ids, *extras)
         self._note(item.rows, 0)
+
+    def _to_logical(self, ids: NDArray[Any], layers: list[int]) -> None:
+        """Slots ``[L, T, K]`` of these layers to the experts in them, in place; padding (below 0) stays -1."""
+        slots = ids[layers]
+        places = slots + (np.array(layers, np.int32) * self._slots.shape[1])[:, None, None]
+        found = self._slots.take(places, mode="clip")
+        found[slots < 0] = -1
+        ids[layers] = found
 
     def _note(self, tokens: int, merged: int) -> None:
         with self._lock:
@@ -337,13 +349,6 @@ class PassSession:
                 level, "rank %d: recording %s %s: %s", self.settings.rank, self.order.name, state, reason
             )
         self._changed()
-
-
-def _to_logical(ids: NDArray[Any], slots: NDArray[np.int32]) -> None:
-    """Slots ``[T, K]`` to the experts in them, in place; padding (below 0) stays -1."""
-    padding = ids < 0
-    ids[...] = slots.take(ids, mode="clip")
-    ids[padding] = -1
 
 
 def _told(error: Exception) -> str:
