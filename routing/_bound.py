@@ -13,7 +13,7 @@ from evenroute.routing._candidates import (
     sort_lanes,
     sorted_bound,
 )
-from evenroute.routing._chunks import early_loads, gated_images, payload_of, row_bias
+from evenroute.routing._chunks import early_loads, expert_at, gated_images, payload_of, row_bias
 from evenroute.routing._groups import kept_lanes, top_two
 from evenroute.routing._lists import EXCLUDED, EXHAUSTED, exchange, take_best, take_best_looped
 from evenroute.routing._scores import NAN_KEY, base_key, clean_logit, key_image
@@ -110,11 +110,10 @@ def choose_by_bound(
         taken = lane + 32 * slot < total
         source, place = nth_candidate(bits, amount, upto, lane + 32 * slot, taken)
         if FORM[3] == 0:
-            expert = (place >> 2) * 128 + source * 4 + (place & 3)
+            place = (place >> 2) * 128 + source * 4 + (place & 3)
         else:
-            position = source * FORM[0] + place
-            expert = (position // FORM[3]) * (FORM[1] // FORM[2]) + position % FORM[3]
-        expert = tl.where(taken, expert, 0)
+            place = source * FORM[0] + place
+        expert = tl.where(taken, expert_at(place, FORM), 0)
         x = clean_logit(
             tl.load(logit_row + expert, mask=taken & exists, other=float("-inf")), FORM[6], FORM[5]
         )

@@ -12,7 +12,7 @@ from evenroute.routing._chunks import (
     chunk_images,
     chunk_payloads,
     early_loads,
-    expert_of,
+    expert_at,
     gated_images,
     payload_of,
     split4,
@@ -28,6 +28,8 @@ from evenroute.routing._lists import (
     sort4,
     take_best,
 )
+
+FARTHEST = tl.constexpr(1 << 20)
 
 
 @triton.jit
@@ -48,8 +50,14 @@ def choose_again(
     FORM: tl.constexpr,
     SCORE: tl.constexpr,
 ):
-    """K rounds over whole rows, held in registers: exact for every input, and slow."""
+    """K rounds over whole rows, held in registers: exact for every input, and slow.
+
+    Places rise with ids; a place is its lane's first one and a constant of the register that holds it.
+    """
     ROWS: tl.constexpr = SHAPE[1]
+    STEP: tl.constexpr = 128 if FORM[3] == 0 else 4
+    first = lane * (4 if FORM[3] == 0 else FORM[0])
+    inner = tl.arange(0, 4)[None, None, :]
     images = ()
     for chunk in tl.static_range(CHUNKS):
         image = chunk_images(
@@ -57,26 +65,27 @@ def choose_again(
         )
         images = images + (tl.where(kept[:, :, None], image, EXCLUDED),)
     best_key = tl.full([32, ROWS], EXCLUDED, tl.int32)
-    best_order = tl.full([32, ROWS], 0, tl.int32)
+    best_place = tl.full([32, ROWS], 0, tl.int32)
     for k in range(K):
         most = images[0]
         for chunk in tl.static_range(1, CHUNKS):
             most = tl.maximum(most, images[chunk])
         top = tl.max(tl.max(most, axis=2), axis=0, keep_dims=True)
-        found = tl.full(SHAPE, -1, tl.int32)
-        for chunk in tl.static_range(CHUNKS):
-            order = LAST_EXPERT - expert_of(chunk, FORM[0], FORM[1], FORM[2], FORM[3])[0]
-            found = tl.maximum(found, tl.where(images[chunk] == top[:, :, None], order, -1))
-        found = tl.max(tl.max(found, axis=2), axis=0, keep_dims=True)
+        within = tl.full(SHAPE, FARTHEST, tl.int32)
+        for i in tl.static_range(CHUNKS):
+            within = tl.where(
+                images[CHUNKS - 1 - i] == top[:, :, None], (CHUNKS - 1 - i) * STEP + inner, within
+            )
+        place = tl.min(tl.min(within, axis=2) + first, axis=0, keep_dims=True)
+        gone = (place - first)[:, :, None]
         rest = ()
         for chunk in tl.static_range(CHUNKS):
-            order = LAST_EXPERT - expert_of(chunk, FORM[0], FORM[1], FORM[2], FORM[3])[0]
-            rest = rest + (tl.where(order == found[:, :, None], EXCLUDED, images[chunk]),)
+            rest = rest + (tl.where(gone == chunk * STEP + inner, EXCLUDED, images[chunk]),)
         images = rest
         best_key = tl.where(lane == k, top, best_key)
-        best_order = tl.where(lane == k, found, best_order)
-    best_pay = payload_of(payload_ptr, LAST_EXPERT - best_order, lane < K, SCORE[5])
-    return best_key, best_pay
+        best_place = tl.where(lane == k, place, best_place)
+    expert = tl.minimum(expert_at(best_place, FORM), FORM[1] - 1)
+    return best_key, payload_of(payload_ptr, expert, lane < K, SCORE[5])
 
 
 @triton.jit

@@ -34,6 +34,15 @@ def expert_of(chunk, PER_LANE: tl.constexpr, E: tl.constexpr, G: tl.constexpr, G
 
 
 @triton.jit
+def expert_at(place, FORM: tl.constexpr):
+    """Expert at a place: ungrouped rows have no other; of groups, padding is left out."""
+    if FORM[3] == 0:
+        return place
+    else:
+        return (place // FORM[3]) * (FORM[1] // FORM[2]) + place % FORM[3]
+
+
+@triton.jit
 def load_chunk(logit_row, chunk, exists, SHAPE: tl.constexpr, FORM: tl.constexpr):
     """Clean logits [32, ROWS, 4] of a chunk; absent experts are -inf."""
     expert, present = expert_of(chunk, FORM[0], FORM[1], FORM[2], FORM[3])

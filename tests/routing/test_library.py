@@ -17,6 +17,8 @@ from support.interpreted import DEVICE
 
 # aot_eager traces, functionalises and runs like inductor, without its code generation.
 COMPILER = "aot_eager"
+# Its import makes torch 2.11 complain about itself.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 EMIT = ("weights", "physical_ids", "logical_ids", "slot_histogram")
 
 
