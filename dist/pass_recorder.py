@@ -7,11 +7,13 @@ It never waits for this thread, which opens the files, waits for copies off a GP
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,7 @@ from evenroute.eplb.topology import Topology
 logger = logging.getLogger("evenroute.dist.agent")
 
 _REPORT_EVERY_S = 1.0
+_EXIT_LIMIT_S = 3.0
 _PIECE = 1 << 16  # ids translated at once
 
 
@@ -357,6 +360,12 @@ def _told(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+def _close_at_exit(recorder: weakref.ref[PassRecorder]) -> None:
+    found = recorder()
+    if found is not None:
+        found.close(_EXIT_LIMIT_S)
+
+
 class PassRecorder:
     """All recordings of one rank's life, one at a time; driven by the agent thread, read by the forward thread.
 
@@ -377,6 +386,8 @@ class PassRecorder:
         self._reported: tuple[object, ...] = ()
         self._reported_at = 0.0
         self._answer: RecordReport | None = None
+        # A forward pass that raises (another rank died) may end the process without `close`.
+        atexit.register(_close_at_exit, weakref.ref(self))
 
     def order(self, order: RecordOrder, fence: int) -> None:
         """Do as ordered; orders of another run or of a rebalancer that is no more are dropped."""

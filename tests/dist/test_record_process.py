@@ -180,6 +180,51 @@ def test_counts_of_every_pass_beside_unchanged_windows(tmp_path: Path) -> None:
         assert min(lengths - {min(lengths)} or lengths) >= 8, "a recording changed the windows"
 
 
+def test_a_killed_rank_loses_one_part_and_the_recording_ends_with_the_job(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    records.mkdir()
+    with RebalancerProcess(tmp_path, flags=FLAGS) as rebalancer:
+        agent = {"rebalancer": rebalancer.address, "record_dir": str(records), "record_part_bytes": 65536}
+        with RecordJob(tmp_path, 2, agent=agent, tokens=200) as job:
+            job.wait_more(5)
+            assert (
+                evenroute("record", "start", rebalancer.address, "--mode", "per_token", "--name", "x").status
+                == 0
+            )
+            wait_for(lambda: len(files_of(records, 1)) >= 2, 120, "two whole parts of rank 1")
+            job.processes[1].kill()
+            assert job.processes[0].wait(timeout=90) != 0  # its peer is gone
+            whole = {0: files_of(records, 0), 1: files_of(records, 1)}
+            for rank in range(2):
+                routed = job.routed(rank)
+                steps = [frame.step for path in whole[rank] for frame in DumpReader(path).tokens()]
+                assert len(steps) > 20
+                for path in whole[rank]:
+                    for frame in DumpReader(path).tokens():
+                        if frame.step in routed:  # the step of the end may not be in the rank's own log
+                            assert np.array_equal(frame.ids, routed[frame.step]), (rank, frame.step)
+            assert len(job.rows(0)) - max(s for s in steps) < 400
+        left = [path.name for path in records.iterdir() if path.name.startswith(".")]
+        assert len(left) == 1, left  # what the killed rank was writing; the other finished its own
+        assert "-rank1." in left[0]
+        assert evenroute("inspect", records, "--json").json["sources"][0]["ranks"] == [0, 1]
+        assert rebalancer.status().recording
+        (tmp_path / "next").mkdir()
+        with RecordJob(tmp_path / "next", 2, agent=agent) as job:
+            job.wait_more(5)
+            wait_for(lambda: not rebalancer.status().recording, 60, "the recording's end with its job")
+            assert (
+                evenroute("record", "start", rebalancer.address, "--mode", "per_token", "--name", "x").status
+                == 2
+            )
+            refused = rebalancer.status()
+            assert not refused.recording  # both ranks have files of that name, and write over none
+            assert (
+                evenroute("record", "start", rebalancer.address, "--mode", "per_token", "--name", "y").status
+                == 0
+            )
+
+
 def test_a_recording_that_no_rank_can_make_is_refused_with_the_reasons(tmp_path: Path) -> None:
     with RebalancerProcess(tmp_path, flags=FLAGS) as rebalancer:
         refused = evenroute("record", "start", rebalancer.address, "--mode", "per_token")
