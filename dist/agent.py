@@ -31,13 +31,13 @@ from evenroute.dist.agreement import Action, Commit, Discard, Key, Open
 from evenroute.dist.config import AgentConfig
 from evenroute.dist.job_start import StartedJob
 from evenroute.dist.link import DealerLink
-from evenroute.dist.messages import JobShape
+from evenroute.dist.messages import JobShape, PlacementMessage
 from evenroute.dist.mover import LayerMover, TablesOnly, TableUpdater
 from evenroute.dist.pass_files import check_folder
 from evenroute.dist.pass_recorder import PassRecorder, PassSession, RecorderSettings
 from evenroute.dist.pass_tap import PassArena, PassTap, RoutedIds
 from evenroute.dist.process_groups import RollCall, new_cpu_group
-from evenroute.dist.rank_core import RankConfig, RankCore
+from evenroute.dist.rank_core import PreparedPlacement, RankConfig, RankCore, prepare_placement
 from evenroute.dist.stream_core import Unsent
 from evenroute.dist.votes import VoteError, VoteThread
 from evenroute.eplb.placement import Placement
@@ -57,6 +57,12 @@ class Counters(Protocol):
     device: torch.device
 
     def take(self, out: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+class Tables(TableUpdater, Protocol):
+    """The part of `routing.tables.DispatchTables` that the agent needs."""
+
+    def prepare(self, placement: Placement) -> None: ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -106,6 +112,7 @@ class RankAgent:
         config: AgentConfig,
         started: StartedJob,
         *,
+        tables: Tables,
         counters: Counters,
         mover: LayerMover,
         vote_group: ProcessGroup,
@@ -122,7 +129,15 @@ class RankAgent:
             heartbeat_s=config.heartbeat_s,
             resend_s=config.resend_s,
         )
-        self._core = RankCore(started, rank=self.rank, config=rank_config, start=start)
+
+        def prepare(message: PlacementMessage, job: JobShape) -> PreparedPlacement:
+            # On the agent thread, so that a commit on the forward thread only copies.
+            found = prepare_placement(message, job)
+            if found.version is not None:
+                tables.prepare(found.version.placement)
+            return found
+
+        self._core = RankCore(started, rank=self.rank, config=rank_config, start=start, prepare_with=prepare)
         self._mover = mover
         self._counters = counters
         self._group = vote_group
@@ -162,7 +177,7 @@ class RankAgent:
         config: AgentConfig,
         *,
         placement: Placement,
-        tables: TableUpdater,
+        tables: Tables,
         counters: Counters,
         ep_group: ProcessGroup,
         mover: LayerMover | None = None,
@@ -188,7 +203,15 @@ class RankAgent:
             mover = TablesOnly(tables) if mover is None else mover
             mover.load(started.version().placement)
             counters.take()  # whatever ran before the job (warm-up) is no load of it
-            agent = cls(config, started, counters=counters, mover=mover, vote_group=vote_group, link=link)
+            agent = cls(
+                config,
+                started,
+                tables=tables,
+                counters=counters,
+                mover=mover,
+                vote_group=vote_group,
+                link=link,
+            )
         except BaseException:
             if link is not None:
                 link.close(linger_ms=0)

@@ -1,5 +1,6 @@
 """Two gloo ranks, a real rebalancer over ipc: counts arrive, placements switch, a restarted rebalancer is taken up."""
 
+import json
 import time
 
 import pytest
@@ -32,6 +33,10 @@ def test_counts_arrive_and_all_ranks_switch_at_the_same_step(tmp_path, rebalance
     job.check_counts(rebalancer.store)
     keys = [key for *_, key in job.steps(0)]
     assert len(set(keys)) >= 3, "at least two switches"
+    for rank in range(2):
+        prepared = json.loads((tmp_path / "job" / f"end-{rank}.json").read_text())["prepared"]
+        assert len(prepared) >= 2, "what is costly in a switch is done as its placement arrives"
+        assert not any(note["live"] or note["thread"] == "MainThread" for note in prepared), prepared
     status = rebalancer.status()
     assert status.counters["windows_missing"] == 0
     assert status.placements["published"] >= 2

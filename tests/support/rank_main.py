@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -66,6 +67,17 @@ def step_counts(options, rank, step):
     return rng.multinomial(options.tokens, p, size=options.num_layers).astype(np.int64)
 
 
+class WatchedTables(DispatchTables):
+    """Notes on which thread a placement is prepared, and what was live then."""
+
+    notes = ()
+
+    def prepare(self, placement):
+        super().prepare(placement)
+        live = bool((self.physical_to_logical.numpy() == placement.physical_to_logical).all())
+        self.notes = (*self.notes, {"thread": threading.current_thread().name, "live": live})
+
+
 def main():
     options = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=RankOptions)
     rank, ep_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -76,7 +88,7 @@ def main():
     group = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
     folder = Path(options.folder)
     placement = shape(options, ep_size)
-    tables = DispatchTables(placement, ep_rank=rank, device="cpu")
+    tables = WatchedTables(placement, ep_rank=rank, device="cpu")
     counters = ExpertCounters(options.num_layers, options.num_experts, device="cpu")
     agent = RankAgent.start(
         AgentConfig(**options.agent), placement=placement, tables=tables, counters=counters, ep_group=group
@@ -88,6 +100,7 @@ def main():
     began = time.monotonic()
     done = agent.close()
     ended = {"run": agent.run, "all_stored": done, "step": agent._step, "close_s": time.monotonic() - began}
+    ended["prepared"] = tables.notes
     (folder / f"end-{rank}.json").write_text(json.dumps(ended))
     torch_dist.barrier(group)
     torch_dist.destroy_process_group()
