@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from evenroute.dist import pass_recorder
 from evenroute.dist.adapter_torch import RoutedGate
 from evenroute.dist.control import (
     RankRecording,
@@ -650,7 +649,3 @@ def test_damaged_orders_are_refused_or_stay_within_the_folder(tmp_path: Path) ->
     assert {path.name for path in tmp_path.iterdir()} == {"records"}
     assert list(folder.iterdir())
     assert all(path.name.endswith("-rank1.evd") for path in folder.iterdir())
-
-
-def test_the_recorder_module_needs_no_torch() -> None:
-    assert not hasattr(pass_recorder, "torch")
