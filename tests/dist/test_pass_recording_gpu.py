@@ -18,7 +18,10 @@ from evenroute.eplb.placement import Placement
 from evenroute.eplb.topology import Topology
 from support.control_plane import wait_for
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+]
 JOB = JobShape(4, 64, 72, 8, 1, 8, False, "gpu")
 
 
@@ -35,8 +38,10 @@ def test_ids_leave_the_gpu_in_order_without_a_wait(tmp_path: Path) -> None:
     tap = PassTap(JOB, device)
     generator = torch.Generator(device).manual_seed(0)
     expected = {}
-    torch.cuda.set_sync_debug_mode("error")  # whatever waits for the device raises, and ends the recording
     try:
+        torch.cuda.set_sync_debug_mode(
+            "error"
+        )  # whatever waits for the device raises, and ends the recording
         for step in range(40):
             if tap.open:
                 tap.finish()
