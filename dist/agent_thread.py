@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -24,6 +25,11 @@ from evenroute.dist.pass_recorder import PassRecorder, PassSession
 from evenroute.dist.rank_core import RankCore
 
 logger = logging.getLogger("evenroute.dist.agent")
+
+# As `os.eventfd_write`, which lets go of the interpreter's lock: the thread it wakes would take that at once, and the
+# forward thread wait in `agent.step()` for all that it does.
+_write_event = ctypes.PyDLL(None).eventfd_write
+_write_event.argtypes = [ctypes.c_int, ctypes.c_uint64]
 
 _MAX_WAIT_S = 0.5
 _RECEIVE_BATCH = 32
@@ -99,9 +105,8 @@ class AgentThread:
     # ------------------------------------------------------------------------------- forward thread
 
     def wake(self) -> None:
-        """Something is due. Microseconds, never waits."""
-        with suppress(BlockingIOError):  # the counter is full: it is awake anyway
-            os.eventfd_write(self._wake, 1)
+        """Something is due. Microseconds, never waits; its thread runs once the caller lets go of the interpreter."""
+        _write_event(self._wake, 1)  # fails where the counter is full: then it is awake anyway
 
     def hand_over(self, take: Take) -> None:
         """Give a take to this thread, which sends it."""
