@@ -302,6 +302,12 @@ def _check_folder(field: str, path: Path) -> None:
 def _check_store(path: Path) -> None:
     """ValueError, or StoreError, unless there is a store at `path` or one can be made there."""
     field = "rebalancer.store"
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a loop of links, a name that is too long, a folder that is a file
+        raise ValueError(f"{field}: {path}: {error.strerror}") from None
     _check_folder(field, path)
     if path.is_dir():
         raise ValueError(f"{field}: {path} is a folder, expected a file's name")

@@ -88,8 +88,16 @@ class LockHeldError(OSError):
 
 def lock_path(path: Path) -> Path:
     """Where the lock of a store or of an ipc socket lies; symbolic links lead to one and the same."""
-    path = path.resolve()
+    path = resolved(path)
     return path.with_name(path.name + ".lock")
+
+
+def resolved(path: Path) -> Path:
+    """The path without symbolic links. Raises OSError for a loop of them (a RuntimeError to Python before 3.13)."""
+    try:
+        return path.resolve()
+    except RuntimeError as error:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
 
 
 class FileLock:

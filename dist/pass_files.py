@@ -154,10 +154,10 @@ class PassFiles:
         self._finished_bytes += writer.num_bytes
 
     def close(self, notes: Sequence[str]) -> None:
-        """Finish the last part; `notes` are what a reader has to know."""
+        """Finish the last part; `notes` are what a reader has to know. On OSError the part is still to be discarded."""
         if self._writer is not None:
-            writer, self._writer = self._writer, None
-            self._finish(writer, notes)
+            self._finish(self._writer, notes)
+            self._writer = None
 
     def discard(self) -> None:
         """Give up the unfinished part; finished ones stay."""

@@ -182,9 +182,12 @@ class DumpWriter:
     def discard(self) -> None:
         """Give up: the target keeps what it held."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
-            self._partial.unlink(missing_ok=True)
+            file, self._file = self._file, None
+            try:
+                with suppress(OSError):  # a full disk: what is buffered cannot be written
+                    file.close()
+            finally:
+                self._partial.unlink(missing_ok=True)
 
     def __enter__(self) -> DumpWriter:
         return self

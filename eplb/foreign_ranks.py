@@ -102,7 +102,7 @@ def join_rank_sources(path: Path, sources: Sequence[LoadSource]) -> LoadSource:
     """One source for the whole job out of one source per rank, matched window by window.
 
     Raises:
-        ValueError: parts and wholes are mixed, two files are of one rank, or the shapes differ.
+        ValueError: parts and wholes are mixed, two files are of one rank, recordings or shapes differ.
     """
     scopes = {source.scope for source in sources}
     if scopes != {"rank"}:
@@ -114,6 +114,10 @@ def join_rank_sources(path: Path, sources: Sequence[LoadSource]) -> LoadSource:
         rank = min(r for r in twice if r is not None)
         names = " and ".join(source.path.name for source in sources if source.rank == rank)
         raise ValueError(f"{path}: {names} say they are rank {rank}: give the files of one recording")
+    recordings = {source.recording: source.path.name for source in sources if source.recording}
+    if len(recordings) > 1:
+        names = " and ".join(sorted(recordings.values())[:2])
+        raise ValueError(f"{path}: {names} are not of one recording: give the files of one recording")
     shapes = {source.shape for source in sources}
     if len(shapes) != 1:
         raise ValueError(f"{path}: ranks differ in (layers, experts): {sorted(shapes)}")

@@ -199,7 +199,10 @@ def main(argv: list[str] | None = None) -> int:
     on_gpu = torch.cuda.is_available()
     args = parse(argv, on_gpu, __doc__)
     if "RANK" not in os.environ:
-        ranks = args.nproc_per_node or (torch.cuda.device_count() if on_gpu else 2)
+        most = torch.cuda.device_count() if on_gpu else 2
+        ranks = most if args.nproc_per_node is None else args.nproc_per_node
+        if ranks < 1:
+            raise ValueError(f"--nproc-per-node: found {ranks}, expected at least 1")
         if on_gpu and ranks > torch.cuda.device_count():
             raise ValueError(
                 f"--nproc-per-node: found {ranks}, expected at most {torch.cuda.device_count()}, the GPUs"

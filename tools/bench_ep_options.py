@@ -160,8 +160,9 @@ def check(args: argparse.Namespace, ranks: int) -> None:
                 f"--loads: {path} has {loads.shape[1]} experts and {layers} layers with load, expected {args.experts} "
                 f"experts and at least {args.layers} layers"
             )
-    if args.report is not None and not args.report.resolve().parent.is_dir():
-        raise ValueError(f"--report: {args.report}: its folder does not exist")
+    if args.report is not None and (args.report.is_dir() or not args.report.absolute().parent.is_dir()):
+        wrong = "is a folder" if args.report.is_dir() else "its folder does not exist"
+        raise ValueError(f"--report: {args.report}: {wrong}")
 
 
 def cases(args: argparse.Namespace) -> list[Case]:

@@ -288,13 +288,18 @@ def test_check_config_sees_a_store_that_can_not_be(tmp_path):
     (tmp_path / "folder.db").mkdir()
     (tmp_path / "text.db").write_text("not a store, but long enough to look at" * 10)
     os.mkfifo(tmp_path / "fifo.db")
+    (tmp_path / "loop.db").symlink_to(tmp_path / "loop.db")
     for store, said in (
+        (tmp_path / "loop.db", "symbolic links"),
+        (tmp_path / ("long" * 100), "name too long"),
         (tmp_path / "folder.db", "is a folder"),
         (tmp_path / "fifo.db", "not a regular file"),
         (tmp_path / "text.db", "text.db"),
         ("", "folder"),
     ):
-        refused(run("--bind", bind, "--store", store, "--check-config"), "store", said)
+        refused(run("--bind", bind, "--store", store, "--check-config"), "rebalancer.store", said)
+    loop = f"ipc://{tmp_path}/loop.db"
+    refused(run("--bind", loop, "--store", tmp_path / "new.db"), "symbolic links")
     assert (tmp_path / "text.db").read_text().startswith("not a store")
 
 

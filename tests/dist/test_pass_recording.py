@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import resource
+import signal
 import threading
 import time
 from pathlib import Path
@@ -459,6 +461,32 @@ def test_a_full_disk_ends_the_recording_with_its_reason(
     rank.forward(4)
     report = rank.done()
     assert (report.state, report.reason) == ("failed", "No space left on device")
+
+
+def test_a_part_that_cannot_be_finished_leaves_nothing(tmp_path: Path) -> None:
+    rank = begin(recorder_in(tmp_path))
+    rank.forward(4)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # what is buffered cannot be written any more
+        report = rank.done()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert report.state == "failed"
+    assert "File too large" in report.reason
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_of_two_recordings_are_not_joined(tmp_path: Path) -> None:
+    for number, rank in ((5, 0), (6, 1)):
+        wanted = RecordOrder(RUN, EPOCH, number, "per_token", f"x{number}", True)
+        passes = begin(recorder_in(tmp_path, rank=rank), wanted)
+        passes.forward(4)
+        passes.done()
+    with pytest.raises(ValueError, match="not of one recording: give the files of one recording"):
+        open_source(tmp_path)
 
 
 # ------------------------------------------------------------------------------- the rebalancer's side

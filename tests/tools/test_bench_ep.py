@@ -147,4 +147,7 @@ def test_wrong_words_are_told_before_anything_starts(tmp_path: Path) -> None:
         evenroute("bench", "ep", "--dispatch", "random"), "--dispatch", "static, dynamic, weighted"
     )
     assert_one_line_error(evenroute("bench", "ep", "--nproc-per-node", 3), "multiple of ep_size")
+    assert_one_line_error(evenroute("bench", "ep", "--nproc-per-node", 0), "--nproc-per-node", "at least 1")
+    assert_one_line_error(evenroute("bench", "ep", "--report", tmp_path), "--report", "is a folder")
+    assert_one_line_error(evenroute("bench", "ep", "--report", tmp_path / "no" / "r.json"), "does not exist")
     assert_one_line_error(evenroute("bench", "ep", "--no-zipf"), "--no-zipf", "--loads")

@@ -170,6 +170,8 @@ class TestCommand:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
+                # A runner in the background of a shell ignores the signal, and so would its children.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
             deadline = time.monotonic() + 20
             while not fake.requests and time.monotonic() < deadline:
