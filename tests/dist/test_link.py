@@ -42,7 +42,7 @@ def received(link, number, limit_s=20.0):
 
 
 def test_the_baseline_pub_loses_what_comes_before_the_subscription(tmp_path):
-    """B22 (a): "connected" is not "subscribed"; what is sent before the subscription is there is lost, without an error.
+    """B22 (a): "connected" is not "subscribed"; what is sent before the subscription is lost, without an error.
 
     Sent first here, for a subscription made before may win the race on a busy machine.
     """
