@@ -138,6 +138,7 @@ class PassFiles:
     def _next_part(self, again: bool) -> None:
         assert self._writer is not None
         self._finish(self._writer, [])
+        self._writer = None  # it counts once, also where the next one cannot be opened
         part = len(self._finished) + 1
         self._writer = DumpWriter(
             part_path(self._folder, self._name, self._rank, part),

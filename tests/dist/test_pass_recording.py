@@ -479,6 +479,24 @@ def test_a_part_that_cannot_be_finished_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_finished_part_counts_once_where_the_next_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    recorder = recorder_in(tmp_path, part_bytes=5000)
+    rank = begin(recorder)
+    monkeypatch.setattr("evenroute.dist.pass_files.DumpWriter", full)
+    for _ in range(100):
+        rank.forward(8)
+    wait_for(lambda: last_report(recorder).state in OVER, 10, "its end")
+    report = rank.done()
+    (kept,) = tmp_path.iterdir()
+    assert (report.state, report.reason, report.files) == ("failed", "No space left on device", 1)
+    assert report.num_bytes == kept.stat().st_size
+
+
 def test_ranks_of_two_recordings_are_not_joined(tmp_path: Path) -> None:
     for number, rank in ((5, 0), (6, 1)):
         wanted = RecordOrder(RUN, EPOCH, number, "per_token", f"x{number}", True)
