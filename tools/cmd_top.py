@@ -50,6 +50,7 @@ def watch(
 ) -> int:
     """Look until the frames are used up or Ctrl-C; the exit status: 0 healthy, 1 degraded, 2 unreachable.
 
+    Ctrl-C before the first answer raises KeyboardInterrupt (exit status 130): nothing is known yet.
     A rebalancer that does not answer is told on the screen and asked again; only a first look that fails ends it.
     """
     from rich.console import Console
@@ -86,5 +87,6 @@ def watch(
                 if frames is None or looks < frames:
                     time.sleep(max(0.0, interval - (time.monotonic() - began)))
         except KeyboardInterrupt:
-            pass
+            if not looks:
+                raise
     return status

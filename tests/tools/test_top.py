@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -161,24 +162,49 @@ class TestCommand:
         assert "Ranks: 1024" in outcome.out
         assert spent < 0.5
 
-    def test_ends_with_ctrl_c(self, tmp_path: Path) -> None:
-        import signal
-
-        with FakeControl(tmp_path, [status()]) as fake:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "evenroute.tools.cli", "top", fake.address, "--frames", "999"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                # A runner in the background of a shell ignores the signal, and so would its children.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            )
-            deadline = time.monotonic() + 20
-            while not fake.requests and time.monotonic() < deadline:
+    @staticmethod
+    def interrupted(fake: FakeControl, requests: int) -> tuple[int, str]:
+        """Exit status and stderr of a `top` that gets Ctrl-C when it has asked so many times."""
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "evenroute.tools.cli",
+                "top",
+                fake.address,
+                "--frames",
+                "999",
+                "--interval",
+                "0.1",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A runner in the background of a shell ignores the signal, and so would its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        try:
+            deadline = time.monotonic() + 30
+            while fake.requests < requests and time.monotonic() < deadline:
                 time.sleep(0.02)
+            assert fake.requests >= requests
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=10)
-        assert process.returncode == 0
+        finally:
+            process.kill()
+        return process.returncode, err
+
+    def test_ends_with_ctrl_c(self, tmp_path: Path) -> None:
+        """The second question is asked only after the first answer was shown: healthy, so 0."""
+        with FakeControl(tmp_path, [status()]) as fake:
+            code, err = self.interrupted(fake, requests=2)
+        assert code == 0
+        assert "Traceback" not in err
+
+    def test_ctrl_c_before_any_answer_tells_nothing_about_the_rebalancer(self, tmp_path: Path) -> None:
+        with FakeControl(tmp_path, [None]) as fake:
+            code, err = self.interrupted(fake, requests=1)
+        assert code == 130  # neither healthy nor unreachable: the shell's status of an interrupted command
         assert "Traceback" not in err
 
     def test_runs_without_torch(self, tmp_path: Path) -> None:
