@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -26,9 +24,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from evenroute.dist.agent_start import agree_on_start, connect, job_shape
-from evenroute.dist.agent_thread import AgentThread, Take
-from evenroute.dist.agreement import Action, Commit, Discard, Key, Open
+from evenroute.dist.agent_thread import AgentThread
+from evenroute.dist.agreement import Key
 from evenroute.dist.config import AgentConfig
+from evenroute.dist.count_taker import Counters, CountTaker
 from evenroute.dist.job_start import StartedJob
 from evenroute.dist.link import DealerLink
 from evenroute.dist.messages import JobShape, PlacementMessage
@@ -39,24 +38,13 @@ from evenroute.dist.pass_tap import PassArena, PassTap, RoutedIds
 from evenroute.dist.process_groups import RollCall, new_cpu_group
 from evenroute.dist.rank_core import PreparedPlacement, RankConfig, RankCore, prepare_placement
 from evenroute.dist.stream_core import Unsent
+from evenroute.dist.switch_driver import SwitchDriver
 from evenroute.dist.votes import VoteError, VoteThread
 from evenroute.eplb.placement import Placement
 
 __all__ = ["AgentConfig", "RankAgent", "StepResult", "VoteError"]
 
 logger = logging.getLogger("evenroute.dist.agent")
-
-_NUM_BUFFERS = 3  # takes under way at once; with none free, counts stay on the device until the next take
-
-
-class Counters(Protocol):
-    """The part of `routing.counters.ExpertCounters` that the agent needs."""
-
-    num_layers: int
-    num_logical_experts: int
-    device: torch.device
-
-    def take(self, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
 class Tables(TableUpdater, Protocol):
@@ -81,27 +69,6 @@ class StepResult:
     layer_keys: NDArray[np.int64]
     switched: tuple[int, ...]
     counted: bool
-
-
-class _HostBuffer:
-    """int64 [L, E] on the host (pinned beside a GPU), and the event that says when the copy is done."""
-
-    def __init__(self, counters: Counters) -> None:
-        on_gpu = counters.device.type == "cuda"
-        shape = (counters.num_layers, counters.num_logical_experts)
-        self.tensor = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
-        self.counts: NDArray[np.int64] = self.tensor.numpy()
-        self._event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-
-    def mark(self) -> None:
-        """The copy is enqueued on the current stream."""
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> None:
-        """Until the copy is done (agent thread)."""
-        if self._event is not None:
-            self._event.synchronize()
 
 
 class RankAgent:
@@ -139,7 +106,6 @@ class RankAgent:
 
         self._core = RankCore(started, rank=self.rank, config=rank_config, start=start, prepare_with=prepare)
         self._mover = mover
-        self._counters = counters
         self._group = vote_group
         roll_call = RollCall(run=started.run, rank=self.rank, ep_size=started.job.ep_size)
         self._votes = VoteThread(vote_group, limit_s=config.vote_limit_s, roll_call=roll_call)
@@ -155,19 +121,23 @@ class RankAgent:
         self._recorder = self._thread.recorder
         self._tap = PassTap(started.job, counters.device)
         self._rows_changed = False  # since a recording was last told the live rows
-        self._pass_counts: PassSession | None = None  # records each pass's counts; a take fell on its start
-        self._reports = self.rank == 0 or not config.shared_counts
-        self._free: deque[_HostBuffer] = deque(_HostBuffer(counters) for _ in range(_NUM_BUFFERS))
+        self._takes = CountTaker(
+            counters,
+            self._thread.hand_over,
+            reports=self.rank == 0 or not config.shared_counts,
+            window_steps=config.window_steps,
+            wait_limit_s=config.vote_limit_s,
+        )
+        self._switches = SwitchDriver(
+            self._core,
+            self._lock,
+            mover,
+            self._votes,
+            rank=self.rank,
+            on_switch=self._thread.wake,  # the status of the change goes out at once
+        )
         self._step = 0
-        self._first_step = 0  # of the window that is being counted
-        self._tokens = 0
-        self._counting = True
-        self._error_told = False
         self._closed = False
-        self._placement: Placement | None = start.placement
-        self._key: Key | None = start.key
-        self._layer_keys = self._frozen_keys()
-        self.takes_skipped = 0  # no buffer was free: the counts came with a later take
 
     # ---------------------------------------------------------------------------------------- start
 
@@ -240,32 +210,26 @@ class RankAgent:
             self._tap.finish()
         session = self._recorder.session
         per_pass = session is not None and session.order.mode == "per_pass"
-        window_ends = self._counting != count or step % self.config.window_steps == 0
-        if (window_ends or per_pass) and (self._counting != count or step > self._first_step):
-            self._take(step, count, ends_window=window_ends)
+        self._takes.before_step(step, count=count, per_pass=per_pass)
         if step % self.config.agree_every == 0:
-            switched = self._agree(step)
+            switched = self._switches.agree(step // self.config.agree_every, step)
         self._mover.advance()
-        if count:
-            self._tokens += num_tokens
+        self._takes.step_begun(num_tokens)
         self._rows_changed = self._rows_changed or bool(switched)
         if session is not None and session.accepts:
             self._begin_pass(session, step, num_tokens)
         self._step = step + 1
-        return StepResult(step, self._key, self._layer_keys, switched, count)
+        return StepResult(step, self._switches.key, self._switches.layer_keys, switched, count)
 
     def _begin_pass(self, session: PassSession, step: int, num_tokens: int) -> None:
         state, changed = self._core.state, self._rows_changed
         if session.order.mode == "per_token":
-            if self._counting:
+            if self._takes.counting:
                 self._rows_changed = False
                 self._tap.begin(session, step, num_tokens, state.live_rows, state.live_keys, switched=changed)
             return
-        new = session is not self._pass_counts
-        # A take that was put off holds steps of before the start.
-        if new and self._first_step == step:
-            self._pass_counts = session
-        if self._pass_counts is session and (new or changed):
+        begins = self._takes.record_with(session, step)
+        if begins or (changed and self._takes.session is session):
             self._rows_changed = False
             session.placed(step, list(state.live_rows), list(state.live_keys))
 
@@ -285,115 +249,32 @@ class RankAgent:
         if self._tap.open:
             self._tap.add_inputs(token_ids, positions)
 
-    def _take(self, step: int, count: bool, *, ends_window: bool = True) -> None:
-        """Take the counts before `step`; those of uncounted steps are thrown away."""
-        wanted = self._counting and self._reports
-        if wanted and step > self._first_step:
-            if not self._free:
-                if self._counting == count:
-                    self.takes_skipped += 1
-                    return
-                self._wait_for_buffer()
-            buffer = self._free.popleft()
-            self._counters.take(buffer.tensor)
-            buffer.mark()
-            take = Take(self._first_step, step - 1, self._tokens, buffer, self._free.append, ends_window)
-            if self._pass_counts is not None:
-                if self._pass_counts.accepts:
-                    take.session = self._pass_counts
-                else:
-                    self._pass_counts = None
-            self._thread.hand_over(take)
-        else:
-            self._counters.take()
-        self._first_step, self._tokens, self._counting = step, 0, count
-
-    def _wait_for_buffer(self) -> None:
-        # Only where counted steps end and the agent's thread is three takes behind; it never waits for the network.
-        deadline = time.monotonic() + self.config.vote_limit_s
-        while not self._free:
-            if time.monotonic() > deadline:
-                raise RuntimeError("agent: its thread took no counts for too long; it has died")
-            time.sleep(0.0005)
-
-    def _agree(self, step: int) -> tuple[int, ...]:
-        vote = step // self.config.agree_every
-        switched: tuple[int, ...] = ()
-        core = self._core
-        if vote:
-            reduced = self._votes.wait(vote - 1, self._describe)
-            with self._lock:
-                actions = core.decide(vote - 1, reduced)
-            if actions:
-                switched = self._carry_out(actions)
-        # Without a target the mover still counts the last one's layers.
-        has_target = core.state.target is not None
-        staged = self._mover.staged() if has_target else 0
-        error = self._mover.error() if has_target else None
-        if error is not None and not self._error_told:
-            logger.error("rank %d: %s is refused: %s", self.rank, self._describe(), error)
-            self._error_told = True
-        with self._lock:
-            core.set_staged(staged)
-            core.set_error(error is not None)
-            vector = core.vote()
-        self._votes.post(vote, vector)
-        return switched
-
-    def _carry_out(self, actions: list[Action]) -> tuple[int, ...]:
-        switched = []
-        for action in actions:
-            match action:
-                case Discard():
-                    self._mover.discard()
-                    self._error_told = False
-                case Open(layer, live_row, target_row):
-                    self._mover.open_layer(layer, live_row, target_row)
-                case Commit(layer, row, _):
-                    self._mover.commit_layer(layer, row)
-                    switched.append(layer)
-        if switched:
-            self._placement = None
-            self._layer_keys = self._frozen_keys()
-            first = self._core.state.live_keys[0]
-            self._key = first if all(key == first for key in self._core.state.live_keys) else None
-        self._thread.wake()  # the status of the change goes out at once
-        return tuple(switched)
-
-    def _frozen_keys(self) -> NDArray[np.int64]:
-        keys = np.array(self._core.state.live_keys, dtype=np.int64).reshape(-1, 2)
-        keys.flags.writeable = False
-        return keys
-
-    def _describe(self) -> str:
-        state = self._core.state
-        version = f"version {state.target.key}" if state.target is not None else "no version under way"
-        transfer = self._mover.in_flight()
-        return f"step {self._step}, {version}" + (f", {transfer}" if transfer else "")
-
     # ---------------------------------------------------------------------------------------- state
 
     @property
     def key(self) -> Key | None:
         """(epoch, version) that all layers have; None while layers differ."""
-        return self._key
+        return self._switches.key
 
     @property
     def layer_keys(self) -> NDArray[np.int64]:
         """int64 [L, 2], read-only."""
-        return self._layer_keys
+        return self._switches.layer_keys
 
     @property
     def placement(self) -> Placement:
         """What is routed with now, rows of different versions side by side."""
-        if self._placement is None:
-            self._placement = self._core.live_placement()
-        return self._placement
+        return self._switches.placement
 
     @property
     def refusals(self) -> list[str]:
         """Why placements were refused by this rank, the last ten."""
         return list(self._core.counters.refusals)
+
+    @property
+    def takes_skipped(self) -> int:
+        """Takes for which no buffer was free: their counts came with a later one."""
+        return self._takes.skipped
 
     @property
     def vote_wait_s(self) -> float:
@@ -423,8 +304,7 @@ class RankAgent:
         if self._tap.open:
             self._tap.finish()
         limit_s = self.config.close_limit_s if limit_s is None else limit_s
-        if self._step > self._first_step and self._free:
-            self._take(self._step, count=True)
+        self._takes.finish(self._step)
         if self.config.rebalancer:
             done = self._thread.close(limit_s)
         else:
