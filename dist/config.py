@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evenroute.dist.address import check_bind, parse_address
+from evenroute.eplb.regular_files import read_input_text
 from evenroute.eplb.store_schema import APPLICATION_ID
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -336,11 +337,13 @@ SECTIONS: dict[str, type] = {
 def read_toml(path: Path) -> dict[str, dict[str, object]]:
     """The tables of a settings file, unchecked but for their names; ValueError or OSError in one line."""
     try:
-        text = path.read_text()
+        text = read_input_text(path)
     except OSError as error:
         raise type(error)(f"config {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"config {path}: not text: {error.reason}") from None
+    except ValueError as error:
+        raise ValueError(f"config {error}") from None
     if not text.strip():
         raise ValueError(f"config {path}: empty; expected at least one of [{'], ['.join(SECTIONS)}]")
     try:

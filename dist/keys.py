@@ -14,6 +14,8 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
+from evenroute.eplb.regular_files import read_input_text
+
 ROLES = ("rank", "operator", "viewer")
 KNOWN_KEYS = "known_keys.toml"
 SERVER_FILE = "rebalancer.toml"
@@ -87,11 +89,13 @@ def generate_keys(folder: Path) -> list[Path]:
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(read_input_text(path))
     except FileNotFoundError:
         raise FileNotFoundError(f"keys: {path}: no such file (made by `evenroute keygen DIR`)") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"keys: {path}: not TOML: {error}") from None
+    except ValueError as error:  # no regular file
+        raise ValueError(f"keys: {error}") from None
 
 
 def _key(table: dict[str, object], name: str, path: Path) -> str:

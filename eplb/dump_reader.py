@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from evenroute.eplb.foreign_source import (
     reading,
 )
 from evenroute.eplb.placement import Placement
+from evenroute.eplb.regular_files import open_input
 from evenroute.eplb.topology import Topology
 
 
@@ -66,23 +68,40 @@ class DumpReader:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._size = self.path.stat().st_size
-        with self.path.open("rb") as file:
+        self.grows = False
+        with open_input(self.path) as file:
+            self._identity = os.fstat(file.fileno())
+            self._size = self._identity.st_size
             if file.read(len(MAGIC)) != MAGIC:
                 raise damaged(self.path, "not an evenroute dump")
             try:
                 self.header = self._meta(DumpHeader, self._expect(file, HEADER))
                 self._first = file.tell()
-                if self._size < self._first + TAIL.size:
-                    raise damaged(self.path, f"{self._size} bytes, no end")
-                file.seek(self._size - TAIL.size)
-                self._end, mark = TAIL.unpack(file.read(TAIL.size))
-                if mark != END_MAGIC or not self._first <= self._end < self._size:
-                    raise damaged(self.path, "the end of the dump is missing")
-                file.seek(self._end)
-                self.totals = self._meta(EndMeta, self._expect(file, END))
+                self._find_end(file)
             except (ValueError, msgspec.DecodeError) as error:
                 raise self._named(error) from None
+
+    def _find_end(self, file: BinaryIO) -> None:
+        if self._size < self._first + TAIL.size:
+            raise damaged(self.path, f"{self._size} bytes, no end")
+        file.seek(self._size - TAIL.size)
+        self._end, mark = TAIL.unpack(file.read(TAIL.size))
+        if mark != END_MAGIC or not self._first <= self._end < self._size:
+            raise damaged(self.path, "the end of the dump is missing")
+        file.seek(self._end)
+        self.totals: EndMeta = self._meta(EndMeta, self._expect(file, END))
+
+    def _open(self) -> BinaryIO:
+        """The same file again; ValueError if it was changed or replaced since it was opened first."""
+        file = open_input(self.path)
+        now, then = os.fstat(file.fileno()), self._identity
+        same = (now.st_dev, now.st_ino) == (then.st_dev, then.st_ino)
+        if not self.grows:
+            same = same and (now.st_size, now.st_mtime_ns) == (then.st_size, then.st_mtime_ns)
+        if not same:
+            file.close()
+            raise ValueError(f"{self.path}: was changed while it was read")
+        return file
 
     def _named(self, error: Exception) -> ValueError:
         text = str(error)
@@ -109,7 +128,7 @@ class DumpReader:
     def _frames(self) -> Iterator[tuple[int, memoryview]]:
         """All frames between header and end; their number has to be the recorded one."""
         seen = 1
-        with self.path.open("rb") as file:
+        with self._open() as file:
             file.seek(self._first)
             while file.tell() < self._end:
                 try:
@@ -188,7 +207,7 @@ class DumpReader:
     def placements(self) -> list[PlacementEvent]:
         """Placements in the order written; reads their frames only."""
         events = []
-        with self.path.open("rb") as file:
+        with self._open() as file:
             for offset in self.totals.placements:
                 file.seek(offset)
                 try:
@@ -233,14 +252,18 @@ def is_dump(head: bytes) -> bool:
 
 def read_dump(path: Path) -> LoadSource:
     """A dump as a source of windows."""
-    reader = DumpReader(path)
+    return source_of(DumpReader(path))
+
+
+def source_of(reader: DumpReader) -> LoadSource:
+    """What an opened dump holds."""
     header = reader.header
     what = "the whole job" if header.scope == "job" else f"rank {header.rank}'s part of the job"
     notes = [f"recorded in mode {header.mode}, {what}", *header.notes, *reader.totals.notes]
     if reader.totals.num_token_frames:
         notes.append(f"holds the experts of every token of {reader.totals.num_token_frames} passes")
     return LoadSource(
-        path=path,
+        path=reader.path,
         kind=f"evenroute dump ({header.mode})",
         num_layers=header.num_layers,
         num_logical_experts=header.num_logical_experts,

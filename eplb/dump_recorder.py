@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb.dump_format import DumpHeader
+from evenroute.eplb.dump_partial import unfinished_of
 from evenroute.eplb.dump_writer import DumpWriter
 from evenroute.eplb.foreign_source import PlacementEvent, Window
 
@@ -81,6 +82,9 @@ class DumpRecorder:
         if self._writer is not None:
             raise ValueError(f"a recording to {self._path} runs already: dump or discard it first")
         self._path = Path(path)
+        for left in unfinished_of(self._path):
+            if not left.being_written:
+                logger.warning("%s; `evenroute inspect --unfinished` reads it", left.told())
         self._writer = DumpWriter(self._path, self.header)
         self._finished, self.stop_reason = [], None
         self._ending, self._recording = False, True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import re
-from contextlib import suppress
+from collections import deque
+from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,21 +33,30 @@ from evenroute.eplb.dump_format import (
     frame_parts,
     narrow,
 )
+from evenroute.eplb.dump_partial import hold, partial_path, remove_left
 from evenroute.eplb.foreign_source import PlacementEvent, Window
+from evenroute.eplb.regular_files import check_target
+
+_MOST_TAKEN_BACK = 64
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DumpWriter:
     """One dump in the making. The final name holds the old file until `close`, then the whole new one.
 
-    Memory is one frame. A killed writer leaves only a hidden `.partial` file, which the next writer of the same
-    target removes. As a context manager it finishes on success and discards on an exception.
+    Memory is one frame. A killed writer leaves a hidden `.partial` file, which `eplb.dump_unfinished` reads. As a
+    context manager it finishes on success and discards on an exception. The file holds whole records at any time: one
+    that cannot be written (a full disk) is taken back, and the dump can still be finished.
+
+    Args:
+        replaces_left: remove what killed writers left of this target, for content that can be made again.
 
     Raises:
         ValueError: a window or placement does not have the header's shape.
         OSError: the file cannot be written.
     """
 
-    def __init__(self, path: str | Path, header: DumpHeader) -> None:
+    def __init__(self, path: str | Path, header: DumpHeader, *, replaces_left: bool = False) -> None:
         self.path = Path(path)
         self.header = header
         self.num_windows = 0
@@ -54,27 +65,69 @@ class DumpWriter:
         self._offset = 0
         self._placements: list[int] = []
         self._notes: list[str] = []
-        self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}-{id(self):x}.partial")
-        _remove_orphans(self.path)
-        self._file: BinaryIO | None = self._partial.open("wb")
-        self._write(MAGIC)
-        self._frame(HEADER, header)
+        self._last: deque[tuple[int, int]] = deque(
+            maxlen=_MOST_TAKEN_BACK
+        )  # place and kind of the last records
+        self._partial = partial_path(self.path, self)
+        check_target(self.path)
+        if replaces_left:
+            remove_left(self.path)
+        self._file: FileIO | None = self._partial.open("wb", buffering=0)
+        try:
+            hold(self._file)
+            self._write([MAGIC, *frame_parts(HEADER, header)])
+            self._frames = 1
+        except BaseException:
+            self.discard()
+            raise
 
     @property
     def num_bytes(self) -> int:
         """Bytes written so far."""
         return self._offset
 
-    def _write(self, data: Buffer) -> None:
+    def _write(self, parts: Sequence[Buffer]) -> None:
+        """All of it, or nothing."""
         if self._file is None:
             raise ValueError(f"{self.path}: the dump is closed")
-        self._file.write(data)
-        self._offset += len(data)
+        descriptor = self._file.fileno()
+        left = [memoryview(part).cast("B") for part in parts if len(part)]
+        size = sum(map(len, left))
+        try:
+            while left:
+                written = os.writev(descriptor, left)
+                while left and written >= len(left[0]):
+                    written -= len(left.pop(0))
+                if written:
+                    left[0] = left[0][written:]
+        except OSError as error:
+            self._cut(descriptor)
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+        self._offset += size
+
+    def _cut(self, descriptor: int) -> None:
+        """Back to the last whole record."""
+        os.ftruncate(descriptor, self._offset)
+        os.lseek(descriptor, self._offset, os.SEEK_SET)
 
     def _frame(self, kind: int, meta: msgspec.Struct, *arrays: NDArray[Any]) -> None:
-        for part in frame_parts(kind, meta, *arrays):
-            self._write(part)
+        start = self._offset
+        self._write(frame_parts(kind, meta, *arrays))
         self._frames += 1
+        self._last.append((start, kind))
+
+    def _take_back(self) -> bool:
+        """Give up the last record, so that there is room for the end; False when none is left to give up."""
+        if not self._last or self._file is None:
+            return False
+        self._offset, kind = self._last.pop()
+        self._cut(self._file.fileno())
+        self._frames -= 1
+        if kind == PLACEMENT:
+            self._placements.pop()
+        self.num_windows -= kind == WINDOW
+        self.num_token_frames -= kind == TOKENS
+        return True
 
     def add_window(self, window: Window) -> None:
         """Append one window; its counts are ``[L, E]``."""
@@ -119,8 +172,9 @@ class DumpWriter:
         arrays: list[NDArray[Any]] = [placement.physical_to_logical.astype("<i4")]
         if placement.shares is not None:
             arrays.append(placement.shares.astype("<u2"))
-        self._placements.append(self._offset)
+        start = self._offset
         self._frame(PLACEMENT, meta, *arrays)
+        self._placements.append(start)
 
     def add_tokens(
         self,
@@ -159,35 +213,49 @@ class DumpWriter:
         """One line that a reader of the dump has to know (why recording ended, for one)."""
         self._notes.append(note)
 
-    def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-
     def close(self) -> None:
-        """Finish and rename; harmless when repeated."""
+        """Finish and rename; harmless when repeated.
+
+        Where the disk has no room for the end, a few of the last records make room for it, which a note tells.
+        OSError if even that fails: then `abandon` keeps the unfinished file, `discard` removes it.
+        """
         if self._file is None:
             return
-        start = self._offset
-        end = EndMeta(
-            self._frames + 1, self.num_windows, self.num_token_frames, self._placements, self._notes
-        )
-        self._frame(END, end)
-        self._write(TAIL.pack(start, END_MAGIC))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        taken_back = 0
+        while True:
+            try:
+                self._end(taken_back)
+                break
+            except OSError as error:
+                if error.errno not in _NO_ROOM or not self._take_back():
+                    raise
+                taken_back += 1
         self._file.close()
         self._file = None
         os.replace(self._partial, self.path)
+
+    def _end(self, taken_back: int) -> None:
+        assert self._file is not None
+        notes = list(self._notes)
+        if taken_back:
+            notes.append(f"no room was left: the last {taken_back} records were given up to finish the file")
+        end = EndMeta(self._frames + 1, self.num_windows, self.num_token_frames, self._placements, notes)
+        self._write([*frame_parts(END, end), TAIL.pack(self._offset, END_MAGIC)])
+        os.fsync(self._file.fileno())
+
+    def abandon(self) -> Path:
+        """Leave the file unfinished, with the records that it holds; its hidden name."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        return self._partial
 
     def discard(self) -> None:
         """Give up: the target keeps what it held."""
         if self._file is not None:
             file, self._file = self._file, None
-            try:
-                with suppress(OSError):  # a full disk: what is buffered cannot be written
-                    file.close()
-            finally:
-                self._partial.unlink(missing_ok=True)
+            file.close()
+            self._partial.unlink(missing_ok=True)
 
     def __enter__(self) -> DumpWriter:
         return self
@@ -199,22 +267,3 @@ class DumpWriter:
             self.close()
         else:
             self.discard()
-
-
-def _remove_orphans(path: Path) -> None:
-    """Remove `.partial` files of the same target whose writer is gone."""
-    for partial in path.parent.glob(f".{path.name}.*.partial"):
-        match = re.fullmatch(re.escape(f".{path.name}.") + r"(\d+)-[0-9a-f]+\.partial", partial.name)
-        if match and not _alive(int(match[1])):
-            with suppress(OSError):
-                partial.unlink()
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -26,6 +26,7 @@ from evenroute.eplb.foreign_source import (
     single_window_source,
     stacked_source,
 )
+from evenroute.eplb.regular_files import check_input, read_input_text
 
 _PREFERRED = ("logical_count", "loads", "counts")
 
@@ -36,6 +37,7 @@ def natural_key(name: str) -> list[tuple[int, int | str]]:
 
 
 def _load_npy(path: Path) -> NDArray[Any]:
+    check_input(path)
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError:
@@ -78,6 +80,7 @@ def _series(path: Path, kind: str, names: list[str], read: Any) -> LoadSource:
 
 def read_npz(path: Path) -> LoadSource:
     """One array per window, or one named logical_count / loads / counts."""
+    check_input(path)
     with reading(path):
         try:
             with zipfile.ZipFile(path) as archive:
@@ -112,7 +115,7 @@ def read_safetensors(path: Path) -> LoadSource:
 def read_csv(path: Path) -> LoadSource:
     """Rows = layers, columns = experts; an optional header line; separators comma, semicolon, tab or space."""
     with reading(path):
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_input_text(path, encoding="utf-8-sig")
         lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
         rows: list[list[float]] = []
         for number, line in enumerate(lines):

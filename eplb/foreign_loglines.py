@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evenroute.eplb.foreign_source import LoadSource
+from evenroute.eplb.regular_files import open_input
 
 _LINE = re.compile(
     r"EPLB step:\s*(?P<step>\d+)(?:[^\n]*?model (?P<model>[^\s:,]+))?[^\n]*?avg_tokens=(?P<avg>[-+.\deE]+|nan|inf),?\s*"
@@ -25,7 +26,7 @@ def read_log(path: Path) -> LoadSource:
     """A time line of balancedness; the file holds no loads. ValueError if no line of that form is in it."""
     entries: list[dict[str, Any]] = []
     damaged_lines = 0
-    with path.open("rb") as file:
+    with open_input(path) as file:
         for raw in file:
             if MARK not in raw:
                 continue

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from evenroute.eplb.foreign_ranks import join_rank_sources
 from evenroute.eplb.foreign_source import LoadSource, Window, beginning, damaged, is_text, phase_of_name
+from evenroute.eplb.regular_files import open_input
 
 
 class _Record(msgspec.Struct):
@@ -32,7 +33,7 @@ _DECODER = msgspec.json.Decoder(_Record)
 
 
 def _records(path: Path) -> Iterator[_Record]:
-    with path.open("rb") as file:
+    with open_input(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -113,10 +114,24 @@ def _rank_source(shape: _Shape, layers: tuple[int, ...], num_experts: int) -> Lo
     )
 
 
-def read_traces(path: Path, *, num_logical_experts: int | None = None) -> LoadSource:
-    """One trace file, or a folder of `router_trace_rank<r>.jsonl` joined over ranks."""
+def read_traces(
+    path: Path, *, num_logical_experts: int | None = None, errors: list[str] | None = None
+) -> LoadSource:
+    """One trace file, or a folder of `router_trace_rank<r>.jsonl` joined over ranks.
+
+    A folder's bad files get a line in `errors`, and the good ones are joined; ValueError if none is good.
+    """
     paths = sorted(path.glob("router_trace_rank*.jsonl")) if path.is_dir() else [path]
-    shapes = [_Shape(file) for file in paths]
+    shapes: list[_Shape] = []
+    for file in paths:
+        try:
+            shapes.append(_Shape(file))
+        except ValueError as error:
+            if errors is None or len(paths) == 1:
+                raise
+            errors.append(str(error))
+    if not shapes:
+        raise ValueError(f"{path}: none of its {len(paths)} traces can be read")
     layers = tuple(sorted({layer for shape in shapes for layer in shape.layers}))
     highest = max(shape.highest for shape in shapes)
     num_experts = highest + 1 if num_logical_experts is None else num_logical_experts

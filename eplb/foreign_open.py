@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from evenroute.eplb import foreign_ascend, foreign_megatron, foreign_sglang, foreign_trtllm
+from evenroute.eplb.dump_partial import Unfinished, unfinished_in, unfinished_of
 from evenroute.eplb.dump_reader import is_dump, read_dump
+from evenroute.eplb.dump_unfinished import is_unfinished, read_unfinished
 from evenroute.eplb.foreign_arrays import (
     natural_key,
     read_csv,
@@ -22,8 +24,8 @@ from evenroute.eplb.foreign_arrays import (
     read_safetensors,
     rectangular,
 )
+from evenroute.eplb.foreign_join import assemble
 from evenroute.eplb.foreign_loglines import MARK, read_log
-from evenroute.eplb.foreign_ranks import chain_parts, join_rank_sources
 from evenroute.eplb.foreign_source import (
     LoadSource,
     PlacementEvent,
@@ -41,6 +43,7 @@ from evenroute.eplb.placement import Placement
 from evenroute.eplb.placement_file import FORMAT as PLACEMENT_FORMAT
 from evenroute.eplb.placement_file import PlacementFile, load_placement
 from evenroute.eplb.placement_set import SET_FORMAT, load_placement_set
+from evenroute.eplb.regular_files import open_input, read_input
 
 PtReader = Callable[[Path], Any]
 NOT_LOADS = {".md", ".lock", ".partial", ".png", ".html", ".pdf"}
@@ -58,12 +61,16 @@ KNOWN = (
 )
 
 
+NOT_READ = "not read: --unfinished reads it up to its last whole record"
+
+
 @dataclass
 class Opened:
-    """What could be opened, and one line for everything that could not."""
+    """What could be opened, one line for everything that could not, and one for each unfinished dump left out."""
 
     sources: list[LoadSource] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
 
 
 def open_source(
@@ -83,64 +90,91 @@ def open_source(
 
 
 def open_sources(
-    paths: Sequence[str | Path], *, read_pt: PtReader | None = None, num_logical_experts: int | None = None
+    paths: Sequence[str | Path],
+    *,
+    read_pt: PtReader | None = None,
+    num_logical_experts: int | None = None,
+    unfinished: bool = False,
 ) -> Opened:
-    """Everything under ``paths``; several files of single ranks become one source for the job."""
+    """Everything under ``paths``; several files of single ranks become one source for the job.
+
+    Args:
+        unfinished: also read dumps that were never finished (in a folder, or beside a recording's files), up to their
+            last whole record. By default they are only told.
+    """
     opened = Opened()
+    left: dict[Path, Unfinished] = {}
     for path in map(Path, paths):
         try:
-            found = _open_path(path, read_pt, num_logical_experts)
+            itself = None if path.is_dir() else is_unfinished(path)
+            beside = unfinished_in(path) if path.is_dir() else [itself] if itself else unfinished_of(path)
+            left |= {found.path: found for found in beside}
+            if itself is not None:
+                if not unfinished:
+                    opened.errors.append(f"{itself.told()}; {NOT_READ}")
+                continue
+            _open_path(path, read_pt, num_logical_experts, opened, some_left=bool(beside))
         except OSError as error:
             opened.errors.append(f"{error.filename or path}: {error.strerror or error}")
         except ValueError as error:
             opened.errors.append(str(error))
-        else:
-            opened.sources += found.sources
-            opened.errors += found.errors
-    try:
-        opened.sources = chain_parts(opened.sources)
-    except ValueError as error:
-        return Opened([], [*opened.errors, str(error)])
-    of_ranks = [source for source in opened.sources if source.scope == "rank"]
-    loads = [source for source in opened.sources if source.has_loads]
-    if len(of_ranks) > 1 or (of_ranks and len(loads) > len(of_ranks)):
-        try:
-            joined = join_rank_sources(of_ranks[0].path.parent, loads)
-        except ValueError as error:
-            return Opened([], [*opened.errors, str(error)])
-        opened.sources = [s for s in opened.sources if not s.has_loads] + [joined]
+    for found in left.values():
+        _add_unfinished(found, opened, read=unfinished)
+    opened.sources, errors = assemble(opened.sources)
+    opened.errors += errors
     return opened
 
 
-def _open_path(path: Path, read_pt: PtReader | None, num_logical_experts: int | None) -> Opened:
+def _add_unfinished(found: Unfinished, opened: Opened, *, read: bool) -> None:
+    if not read:
+        opened.unfinished.append(f"{found.told()}; {NOT_READ}")
+        return
+    try:
+        source = read_unfinished(found)
+    except OSError as error:
+        opened.errors.append(f"{found.path}: {error.strerror or error}")
+        return
+    if isinstance(source, str):
+        opened.unfinished.append(source)
+    else:
+        opened.sources.append(source)
+
+
+def _open_path(
+    path: Path, read_pt: PtReader | None, num_logical_experts: int | None, opened: Opened, *, some_left: bool
+) -> None:
+    """Add what one path holds."""
     if not path.is_dir():
-        return Opened(_open_file(path, read_pt, num_logical_experts))
+        opened.sources += _open_file(path, read_pt, num_logical_experts)
+        return
     names = sorted((child.name for child in path.iterdir() if child.is_file()), key=natural_key)
     if foreign_trtllm.META in names:
-        return Opened([foreign_trtllm.read_statistics(path)])
+        opened.sources.append(foreign_trtllm.read_statistics(path, opened.errors))
+        return
     if any(foreign_megatron.is_trace_name(name) for name in names):
-        return Opened([foreign_megatron.read_traces(path, num_logical_experts=num_logical_experts)])
+        opened.sources.append(
+            foreign_megatron.read_traces(path, num_logical_experts=num_logical_experts, errors=opened.errors)
+        )
+        return
     wanted = [
         name
         for name in names
         if not name.startswith(".") and Path(name).suffix not in NOT_LOADS and not name.endswith(SIDE_FILES)
     ]
-    if not wanted:
+    if not wanted and not some_left:
         raise ValueError(f"{path}: the folder holds no load file, expected {KNOWN}")
-    found = Opened()
     for name in wanted:
         try:
-            found.sources += _open_file(path / name, read_pt, num_logical_experts)
+            opened.sources += _open_file(path / name, read_pt, num_logical_experts)
         except OSError as error:
-            found.errors.append(f"{path / name}: {error.strerror or error}")
+            opened.errors.append(f"{path / name}: {error.strerror or error}")
         except ValueError as error:
-            found.errors.append(str(error))
-    return found
+            opened.errors.append(str(error))
 
 
 def _open_file(path: Path, read_pt: PtReader | None, num_logical_experts: int | None) -> list[LoadSource]:
     """What a file holds: one source, or as many as a placement set has keys."""
-    with path.open("rb") as file:
+    with open_input(path) as file:
         head = file.read(4096)
     if not head:
         raise damaged(path, "the file is empty")
@@ -203,7 +237,7 @@ def _open_archive(path: Path, suffix: str, read_pt: PtReader | None) -> LoadSour
 
 
 def _open_json(path: Path) -> LoadSource:
-    data = decode_json(path, path.read_bytes())
+    data = decode_json(path, read_input(path))
     if isinstance(data, list):
         with reading(path):
             return stacked_source(path, "JSON array", rectangular(data), phase=phase_of_name(path))

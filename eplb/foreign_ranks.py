@@ -95,6 +95,7 @@ def _chained(group: Sequence[LoadSource]) -> LoadSource:
         num_windows=None if None in counted else sum(number or 0 for number in counted),
         placements=placements,
         notes=notes,
+        members=parts,
     )
 
 
@@ -169,4 +170,5 @@ def join_rank_sources(path: Path, sources: Sequence[LoadSource]) -> LoadSource:
         num_nodes=first.num_nodes,
         placement_map=first.placement_map,
         notes=[verdict_note(len(sources), copies), *dict.fromkeys(n for s in sources for n in s.notes)],
+        members=list(sources),
     )

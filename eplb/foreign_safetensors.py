@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from evenroute.eplb.foreign_source import damaged
 from evenroute.eplb.placement_file import write_beside_and_rename
+from evenroute.eplb.regular_files import open_input
 
 _DTYPES = {
     "F64": "<f8",
@@ -46,7 +47,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_input(path) as file:
             head = file.read(8)
             length = int.from_bytes(head, "little")
             if len(head) < 8 or length > min(size - 8, _HEADER_LIMIT):

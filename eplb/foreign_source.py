@@ -103,6 +103,7 @@ class LoadSource:
         recording, part: what the files of one recording have in common (empty = not known), and which of a rank's
             files this is, from 1 on.
         notes: what a reader has to know about the figures (one line each).
+        members: the sources that this one was put together from; empty for a file.
     """
 
     path: Path
@@ -129,6 +130,7 @@ class LoadSource:
     recording: str = ""
     part: int = 1
     notes: list[str] = field(default_factory=list)
+    members: list[LoadSource] = field(default_factory=list)
     time_line: list[dict[str, Any]] = field(default_factory=list)  # balancedness an engine logged itself
     has_loads: bool = True
 

@@ -31,29 +31,26 @@ from evenroute.eplb.foreign_source import (
     reading,
 )
 from evenroute.eplb.placement_file import write_beside_and_rename
+from evenroute.eplb.regular_files import read_input, read_input_text
 
 META = "meta_info.json"
 YAML_KEYS = {"num_slots", "initial_global_assignments", "layer_updates_per_iter"}
 
 
-def read_statistics(folder: Path) -> LoadSource:
-    """A folder of `meta_info.json` and `rank<r>.safetensors`; ranks are parts and are summed."""
+def read_statistics(folder: Path, errors: list[str] | None = None) -> LoadSource:
+    """A folder of `meta_info.json` and `rank<r>.safetensors`; ranks are parts and are summed.
+
+    Bad files get a line in `errors`, and the good ones are summed; ValueError if none is good.
+    """
     meta_path = folder / META
     with reading(meta_path):
-        meta = json.loads(meta_path.read_bytes())
+        meta = json.loads(read_input(meta_path))
         num_experts, top_k = int(meta["num_experts"]), int(meta["num_experts_per_token"])
     if num_experts < 1 or top_k < 1:
         raise ValueError(
             f"{meta_path}: num_experts={num_experts}, num_experts_per_token={top_k}, expected >= 1"
         )
-    files: dict[int, SafetensorsFile] = {}
-    for path in sorted(folder.glob("rank*.safetensors")):
-        match = re.fullmatch(r"rank(\d+)", path.stem)
-        if match:
-            files[int(match.group(1))] = SafetensorsFile(path)
-    if not files:
-        raise ValueError(f"{folder}: no rank<r>.safetensors beside {META}")
-    keys_of_rank = {rank: _keys(file) for rank, file in files.items()}
+    files, keys_of_rank = _rank_files(folder, num_experts, errors)
     layers = sorted({layer for keys in keys_of_rank.values() for _, layer in keys})
     iterations = sorted({iteration for keys in keys_of_rank.values() for iteration, _ in keys})
     if not layers:
@@ -92,6 +89,40 @@ def read_statistics(folder: Path) -> LoadSource:
         layer_ids=tuple(layers),
         notes=notes,
     )
+
+
+def _rank_files(
+    folder: Path, num_experts: int, errors: list[str] | None
+) -> tuple[dict[int, SafetensorsFile], dict[int, set[tuple[int, int]]]]:
+    """The ranks' files, read once to their end, and their keys."""
+    files: dict[int, SafetensorsFile] = {}
+    keys_of_rank: dict[int, set[tuple[int, int]]] = {}
+    seen = 0
+    for path in sorted(folder.glob("rank*.safetensors")):
+        match = re.fullmatch(r"rank(\d+)", path.stem)
+        if not match:
+            continue
+        seen += 1
+        rank = int(match.group(1))
+        try:
+            if rank in files:
+                raise ValueError(f"{path}: of rank {rank}, as {files[rank].path.name}")
+            file = SafetensorsFile(path)
+            keys = _keys(file)
+            for iteration, layer in keys:
+                _counts(file, f"{iteration}_{layer}", num_experts)
+        except (ValueError, OSError) as error:
+            if errors is None:
+                raise
+            errors.append(f"{path}: {error.strerror or error}" if isinstance(error, OSError) else str(error))
+        else:
+            files[rank], keys_of_rank[rank] = file, keys
+    if not files:
+        what = (
+            f"none of its {seen} rank files can be read" if seen else f"no rank<r>.safetensors beside {META}"
+        )
+        raise ValueError(f"{folder}: {what}")
+    return files, keys_of_rank
 
 
 def _keys(file: SafetensorsFile) -> set[tuple[int, int]]:
@@ -138,7 +169,7 @@ def read_load_balancer(path: Path) -> LoadSource:
         import yaml
     except ImportError:
         raise ValueError(f"{path}: reading YAML needs pyyaml: pip install 'evenroute[report]'") from None
-    text = path.read_text(encoding="utf-8")
+    text = read_input_text(path)
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         data = yaml.load(text, Loader=loader)

@@ -201,7 +201,7 @@ def _write_dump(path: Path, source: LoadSource) -> int:
         layer_ids=None if source.layer_ids is None else list(source.layer_ids),
         notes=[f"converted from {source.kind} {source.path.name}"],
     )
-    with DumpWriter(path, header) as writer:
+    with DumpWriter(path, header, replaces_left=True) as writer:
         for event in source.placements:
             writer.add_placement(event)
         for window in source.windows():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from os import PathLike
-from pathlib import Path
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb.loads import validate_loads
+from evenroute.eplb.regular_files import read_input
 
 
 class _LogicalCount(msgspec.Struct):
@@ -23,7 +23,7 @@ def read_logical_count(path: str | PathLike[str]) -> NDArray[np.float64]:
         OSError: the file cannot be read.
         ValueError: one line that names the file, what was found and what was expected.
     """
-    data = Path(path).read_bytes()
+    data = read_input(path)
     try:
         rows = msgspec.json.decode(data, type=_LogicalCount).logical_count
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

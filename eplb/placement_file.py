@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from evenroute.eplb.placement import Placement
+from evenroute.eplb.regular_files import check_target, read_input
 from evenroute.eplb.topology import Topology
 
 FORMAT = "evenroute-placement"
@@ -37,6 +38,7 @@ class PlacementFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Fa
 def write_beside_and_rename(path: str | PathLike[str], data: bytes) -> None:
     """Replace ``path`` by ``data`` as a whole, durably: a reader sees the old file or the new one."""
     target = Path(path)
+    check_target(target)
     handle, beside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -86,7 +88,7 @@ def load_placement(path: str | PathLike[str]) -> tuple[Placement, PlacementFile]
         OSError: the file cannot be read.
         ValueError: one line that names the file, the field, what was found and what was expected.
     """
-    data = Path(path).read_bytes()
+    data = read_input(path)
     try:
         content = msgspec.json.decode(data, type=PlacementFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -25,6 +25,7 @@ from evenroute.eplb.placement_file import (
     save_placement,
     write_beside_and_rename,
 )
+from evenroute.eplb.regular_files import read_input
 
 SET_FORMAT = "evenroute-placement-set"
 
@@ -69,7 +70,7 @@ def is_placement_set(data: Any) -> bool:
 
 
 def _decode(path: Path) -> dict[str, PlacementFile]:
-    data = path.read_bytes()
+    data = read_input(path)
     try:
         probe = msgspec.json.decode(data)
         if isinstance(probe, dict) and probe.get("format") == FORMAT:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb.placement import PlacementRow as LayerRow
+from evenroute.eplb.regular_files import open_input
 from evenroute.eplb.store_schema import (
     APPLICATION_ID,
     FORMAT_VERSION,
@@ -53,7 +54,7 @@ def _check_length(path: Path) -> None:
     log = Path(f"{path}-wal")
     if log.exists() and log.stat().st_size:
         return
-    with path.open("rb") as file:
+    with open_input(path) as file:
         header = file.read(32)
     page_size = int.from_bytes(header[16:18], "big")
     expected = int.from_bytes(header[28:32], "big") * (65536 if page_size == 1 else page_size)
@@ -71,7 +72,7 @@ class StoreReader:
 
     def __init__(self, path: str | Path, *, timeout_s: float = 5.0) -> None:
         self.path = Path(path)
-        if not self.path.is_file():
+        if not self.path.exists():
             raise FileNotFoundError(f"store {self.path}: no such file")
         _check_length(self.path)
         self._connection = connect(self.path, read_only=True, timeout_s=timeout_s)

@@ -26,6 +26,13 @@ TopK = Annotated[int | None, typer.Option(min=1, help="Experts a token, for Tens
 DropShares = Annotated[bool, typer.Option("--drop-shares", help="Write uneven shares as even ones.")]
 Key = Annotated[str | None, typer.Option(help="Put the placement into the set OUT under this key.")]
 FromKey = Annotated[str | None, typer.Option(help="Take this key of the set IN.")]
+Unfinished = Annotated[
+    bool,
+    typer.Option(
+        "--unfinished",
+        help="Also read dumps that a killed rank never finished, up to their last whole record.",
+    ),
+]
 NumExperts = Annotated[int | None, typer.Option(min=1, help="Experts, for traces that do not state them.")]
 
 
@@ -44,6 +51,7 @@ def convert(
     key: Key = None,
     from_key: FromKey = None,
     num_experts: NumExperts = None,
+    unfinished: Unfinished = False,
 ) -> None:
     """Write IN in the form that an engine reads; OUT is replaced as a whole or not at all."""
     from evenroute.eplb.foreign_write import TARGETS, ModelLayers, write_loads, write_placement
@@ -56,7 +64,7 @@ def convert(
         raise ValueError("--key belongs to evenroute placement sets: give --to evenroute")
     if not (to == "trtllm" and target.is_dir()):  # its statistics are a folder
         check_output("OUT", target)
-    found = _open(source, from_key, num_experts)
+    found = _open(source, from_key, num_experts, unfinished=unfinished)
     known = _placement(found)
     if what is None and found.has_loads and known is not None:
         raise ValueError(f"{source}: holds loads and a placement: give --what loads or --what placement")
@@ -89,13 +97,15 @@ def register(app: typer.Typer) -> None:
     app.command()(convert)
 
 
-def _open(path: Path, key: str | None, num_experts: int | None) -> LoadSource:
+def _open(path: Path, key: str | None, num_experts: int | None, *, unfinished: bool) -> LoadSource:
     from evenroute.eplb.foreign_open import open_sources
+    from evenroute.tools.load_inputs import tell_unfinished
     from evenroute.tools.pt_files import read_pt
 
-    opened = open_sources([path], read_pt=read_pt, num_logical_experts=num_experts)
-    if opened.errors:
-        raise ValueError(opened.errors[0])
+    opened = open_sources([path], read_pt=read_pt, num_logical_experts=num_experts, unfinished=unfinished)
+    if lines := opened.errors or ([] if opened.sources else opened.unfinished):
+        raise ValueError(lines[0])
+    tell_unfinished(opened)
     names = [source.key for source in opened.sources]
     if key is not None:
         if key not in names:

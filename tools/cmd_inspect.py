@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from evenroute.tools.errors import check_output, one_line_errors
+from evenroute.tools.inspect_facts import Settings, difference, placement_override, source_facts
 
 if TYPE_CHECKING:
-    from evenroute.eplb.foreign_source import LoadSource, PlacementMap
     from evenroute.eplb.load_history import History
 
 
@@ -26,6 +25,13 @@ EpSize = Annotated[int | None, typer.Option(min=1, help="Ranks, where the file d
 NumNodes = Annotated[int | None, typer.Option(min=1, help="Nodes that hold the ranks.")]
 NumSlots = Annotated[int | None, typer.Option(min=1, help="Slots over all ranks.")]
 NumExperts = Annotated[int | None, typer.Option(min=1, help="Experts, for traces that do not state them.")]
+Unfinished = Annotated[
+    bool,
+    typer.Option(
+        "--unfinished",
+        help="Also read dumps that a killed rank never finished, up to their last whole record.",
+    ),
+]
 Top = Annotated[int, typer.Option(min=1, help="How many experts and ranks to list.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
 PlanSlots = Annotated[
@@ -36,25 +42,6 @@ PlanSlots = Annotated[
 ]
 Html = Annotated[Path | None, typer.Option(help="Write one self-contained page with heatmaps.")]
 Png = Annotated[Path | None, typer.Option(help="Write a picture for a ticket (needs matplotlib).")]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The options of one call."""
-
-    layer: int | None = None
-    diff: bool = False
-    windows: tuple[tuple[int, int | None], ...] = ()
-    placement: Path | None = None
-    ep_size: int | None = None
-    num_nodes: int | None = None
-    num_slots: int | None = None
-    num_experts: int | None = None
-    top: int = 10
-    as_json: bool = False
-    plan_slots: int | None = None
-    html: Path | None = None
-    png: Path | None = None
 
 
 @one_line_errors
@@ -73,6 +60,7 @@ def inspect(
     plan_slots: PlanSlots = None,
     html: Html = None,
     png: Png = None,
+    unfinished: Unfinished = False,
 ) -> None:
     """Show loads, balancedness, hot experts and ranks, placements and their effect."""
     ranges = tuple(window_range(text) for text in windows or [])
@@ -94,6 +82,7 @@ def inspect(
         plan_slots,
         html,
         png,
+        unfinished,
     )
     raise typer.Exit(run(paths, settings))
 
@@ -115,139 +104,40 @@ def window_range(text: str) -> tuple[int, int | None]:
     return bounds
 
 
-def placement_override(settings: Settings) -> PlacementMap | None:
-    """The placement of `--placement`, from a file of any known form."""
-    from evenroute.tools.load_inputs import open_placement
-
-    return None if settings.placement is None else open_placement(settings.placement)
-
-
-def history_of(
-    source: LoadSource,
-    settings: Settings,
-    override: PlacementMap | None,
-    window: tuple[int, int | None] | None,
-) -> History:
-    """One pass over a source as the options ask for it."""
-    from evenroute.eplb.load_history import choose_placement, read_history
-
-    using = choose_placement(
-        source,
-        ep_size=settings.ep_size,
-        num_nodes=settings.num_nodes,
-        num_slots=settings.num_slots,
-        override=override,
-    )
-    keep = None
-    if window is not None:
-        first, end = window
-        keep = lambda index, _: first <= index and (end is None or index < end)  # noqa: E731
-    return read_history(source, using, keep=keep, follow_placements=override is None)
-
-
 def run(paths: list[Path], settings: Settings) -> int:
     """Read, show, and give the exit status: 2 when something could not be read."""
     from evenroute.eplb.foreign_open import open_sources
+    from evenroute.tools.load_inputs import tell_unfinished
     from evenroute.tools.pt_files import read_pt
 
-    opened = open_sources(paths, read_pt=read_pt, num_logical_experts=settings.num_experts)
-    if opened.errors and not opened.sources:
-        raise ValueError("; ".join(opened.errors[:1]) + _more(len(opened.errors) - 1))
+    opened = open_sources(
+        paths,
+        read_pt=read_pt,
+        num_logical_experts=settings.num_experts,
+        unfinished=settings.unfinished,
+    )
+    if not opened.sources and (lines := opened.errors or opened.unfinished):
+        raise ValueError(lines[0] + _more(len(lines) - 1))
     override = placement_override(settings)
     if settings.diff:
-        result, histories = _diff(opened.sources, settings, override)
+        if opened.errors:
+            raise ValueError(opened.errors[0] + _more(len(opened.errors) - 1))
+        result, histories = difference(opened.sources, settings, override)
     else:
-        result, histories = _inspect(opened.sources, settings, override, opened.errors)
+        result, histories = source_facts(opened.sources, settings, override, opened.errors)
     if settings.html or settings.png:
         _pictures(histories, settings)
+    result["unfinished"] = opened.unfinished
     _show(result, settings)
+    if not settings.as_json:
+        tell_unfinished(opened)
     for error in result["errors"]:
         typer.echo(f"evenroute: error: {' '.join(error.split())}", err=True)
     return 2 if result["errors"] else 0
 
 
 def _more(count: int) -> str:
-    return f" (and {count} more unreadable files)" if count > 0 else ""
-
-
-def _inspect(
-    sources: list[LoadSource], settings: Settings, override: PlacementMap | None, errors: list[str]
-) -> tuple[dict[str, Any], list[History]]:
-    from evenroute.eplb.load_report import history_facts, layer_facts, placement_only_facts, source_facts
-
-    if len(settings.windows) > 1:
-        raise ValueError("--windows: more than one range needs --diff")
-    window = settings.windows[0] if settings.windows else None
-    found: list[dict[str, Any]] = []
-    histories = []
-    errors = list(errors)
-    for source in sources:
-        if source.time_line:
-            found.append({**source_facts(source), "time_line": source.time_line})
-            continue
-        if not source.has_loads:
-            found.append(placement_only_facts(source))
-            continue
-        try:
-            history = history_of(source, settings, override, window)
-        except ValueError as error:
-            if len(sources) == 1:
-                raise
-            errors.append(str(error))
-            continue
-        histories.append(history)
-        facts = history_facts(history, top=settings.top)
-        if settings.plan_slots is not None:
-            facts["plan"] = _plan(history, settings)
-        if settings.layer is not None:
-            facts["layer"] = layer_facts(history, settings.layer, top=settings.top)
-        found.append(facts)
-    return {"sources": found, "errors": errors}, histories
-
-
-def _plan(history: History, settings: Settings) -> dict[str, Any]:
-    """What a full plan for `--plan-slots` brings to this history's loads."""
-    from evenroute.eplb.load_report import named_balancedness
-    from evenroute.eplb.load_skew import RankLoadMap
-    from evenroute.eplb.loads import balancedness
-    from evenroute.tools.report_pictures import planned
-
-    if not history.total.any():
-        return {"num_slots": settings.plan_slots, "balancedness": None, "moves": 0, "reason": "no load"}
-    placement, moves, reason = planned(history, settings)
-    found = balancedness(RankLoadMap.of(placement)(history.total))
-    return {
-        "num_slots": placement.num_slots,
-        "balancedness": named_balancedness(found, history.source),
-        "moves": moves,
-        "reason": reason,
-    }
-
-
-def _diff(
-    sources: list[LoadSource], settings: Settings, override: PlacementMap | None
-) -> tuple[dict[str, Any], list[History]]:
-    from evenroute.eplb.load_report import diff_facts, diff_placements
-
-    if len(sources) == 2 and all(source.placement_map and not source.has_loads for source in sources):
-        return {"diff": diff_placements(*sources, ep_size=settings.ep_size), "errors": []}, []
-    loads = [source for source in sources if source.has_loads]
-    if len(loads) == 2 and len(settings.windows) <= 1:
-        window = settings.windows[0] if settings.windows else None
-        pairs = [(source, window) for source in loads]
-    elif len(loads) == 1 and len(settings.windows) == 2:
-        pairs = [(loads[0], window) for window in settings.windows]
-    else:
-        raise ValueError(
-            f"--diff: {len(loads)} sources of loads and {len(settings.windows)} --windows ranges, "
-            "expected two sources, or one source and two ranges"
-        )
-    first, second = (history_of(source, settings, override, window) for source, window in pairs)
-    facts = diff_facts(first, second, top=settings.top)
-    for name, (source, window) in zip(("first", "second"), pairs, strict=True):
-        if window is not None:
-            facts[name] = f"{source.path} windows {window[0]}:{'' if window[1] is None else window[1]}"
-    return {"diff": facts, "errors": []}, [first, second]
+    return f" (and {count} more)" if count > 0 else ""
 
 
 def _pictures(histories: list[History], settings: Settings) -> None:

@@ -222,7 +222,7 @@ def write_dump(
         model=first.model,
     )
     number = tokens = 0
-    with DumpWriter(output, header) as writer:
+    with DumpWriter(output, header, replaces_left=True) as writer:
         part = first
         while True:
             for window in part.windows:

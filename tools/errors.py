@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
+from evenroute.eplb.regular_files import check_target
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -39,6 +41,10 @@ def check_output(option: str, path: Path | None) -> None:
         return
     if path.is_dir():
         raise ValueError(f"{option} {path}: is a folder, expected a file to write")
+    try:
+        check_target(path)
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from None
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{option} {path}: folder {path.absolute().parent} does not exist")
 

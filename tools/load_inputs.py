@@ -7,17 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
 from numpy.typing import NDArray
 
-from evenroute.eplb.foreign_open import open_source, open_sources
+from evenroute.eplb.foreign_open import Opened, open_source, open_sources
 from evenroute.eplb.foreign_source import LoadSource, PlacementMap
 from evenroute.eplb.model_shapes import MODEL_SHAPES, ModelShape
 from evenroute.tools.pt_files import read_pt
 
 
+def tell_unfinished(opened: Opened) -> None:
+    """One line on stderr for each dump that was never finished and is left out."""
+    for line in opened.unfinished:
+        typer.echo(f"evenroute: note: {' '.join(line.split())}", err=True)
+
+
 def open_loads(paths: Sequence[Path], *, num_experts: int | None = None) -> list[LoadSource]:
     """Sources of loads of one shape; ValueError for anything that cannot be read, holds none, or differs."""
     opened = open_sources(paths, read_pt=read_pt, num_logical_experts=num_experts)
+    if opened.unfinished and not opened.sources and not opened.errors:
+        raise ValueError(opened.unfinished[0])
+    tell_unfinished(opened)
     if opened.errors:
         more = f" (and {len(opened.errors) - 1} more)" if len(opened.errors) > 1 else ""
         raise ValueError(opened.errors[0] + more)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evenroute.eplb.foreign_source import damaged
+from evenroute.eplb.regular_files import open_input
 
 
 def read_pt(path: Path) -> Any:
@@ -23,10 +24,10 @@ def read_pt(path: Path) -> Any:
         import torch
     except ImportError:
         raise ValueError(f"{path}: reading .pt files needs torch: pip install 'evenroute[rank]'") from None
-    if path.stat().st_size == 0:
-        raise damaged(path, "the file is empty")
-    with path.open("rb") as file:
+    with open_input(path) as file:
         head = file.read(2)
+    if not head:
+        raise damaged(path, "the file is empty")
     if head[:1] == b"\x80" and head[1:] != b"\x02":  # torch's older form is made of pickles of protocol 2
         raise ValueError(
             f"{path}: a pickle (protocol {head[1] if len(head) > 1 else '?'}), which is never executed; "

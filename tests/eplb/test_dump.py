@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from evenroute.eplb.dump_format import MAGIC, DumpHeader, narrow
+from evenroute.eplb.dump_partial import unfinished_of
 from evenroute.eplb.dump_reader import DumpReader, read_dump
 from evenroute.eplb.dump_recorder import DumpRecorder
 from evenroute.eplb.dump_writer import DumpWriter
@@ -231,12 +232,19 @@ class TestWholeOrNothing:
                 seen += 1
         assert seen >= 10
         write(target, random_counts(1, LAYERS, EXPERTS))
-        assert [path.name for path in tmp_path.iterdir()] == ["d"]  # what the killed ones left is gone
+        left = unfinished_of(target)
+        assert len(left) == len(list(tmp_path.iterdir())) - 1 > 0  # what the killed ones left is kept
+        assert not any(found.being_written for found in left)
+        DumpWriter(target, HEADER, replaces_left=True).close()
+        assert [path.name for path in tmp_path.iterdir()] == [
+            "d"
+        ]  # unless it is said that it can be made again
 
     def test_a_living_writers_file_is_left_alone(self, tmp_path: Path) -> None:
         first = DumpWriter(tmp_path / "d", HEADER)
         first.add_window(Window(np.full((LAYERS, EXPERTS), 1)))
-        write(tmp_path / "d", np.full((1, LAYERS, EXPERTS), 2))
+        assert [found.being_written for found in unfinished_of(tmp_path / "d")] == [True]
+        DumpWriter(tmp_path / "d", HEADER, replaces_left=True).close()
         first.close()
         assert counts_of(tmp_path / "d")[0, 0, 0] == 1
 

@@ -259,14 +259,14 @@ class TestUnreadable:
 
     def test_permission_as_any_user(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = loads_file(tmp_path / "l.json", B21)
-        real = Path.open
+        real = os.open
 
-        def deny(self: Path, *arguments: object, **options: object) -> object:
-            if self == path:
-                raise PermissionError(13, "Permission denied", str(self))
-            return real(self, *arguments, **options)  # type: ignore[call-overload]
+        def deny(name: object, *arguments: object, **options: object) -> int:
+            if name == path:
+                raise PermissionError(13, "Permission denied", str(name))
+            return real(name, *arguments, **options)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(Path, "open", deny)
+        monkeypatch.setattr(os, "open", deny)
         assert_one_line_error(evenroute("inspect", path), str(path), "Permission denied")
 
     def test_ranks_that_do_not_fit(self, tmp_path: Path) -> None:

@@ -1,0 +1,78 @@
+"""What a user names is a regular file: a pipe, a socket or a device would block, never end, or be replaced; all are
+refused.
+
+Inputs are opened here, or checked here before a library opens them by name. Most readers read a file more than once,
+so what a pipe brings is no substitute.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from os import PathLike
+from typing import BinaryIO
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+def _check(path: str | PathLike[str], mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(mode):
+        what = _KINDS.get(stat.S_IFMT(mode), "no file")
+        raise ValueError(
+            f"{os.fspath(path)}: {what}, expected a regular file (save its content to one first)"
+        )
+
+
+def check_input(path: str | PathLike[str]) -> None:
+    """Refuse what is no regular file (a link to one is); nothing is opened, so nothing can block.
+
+    Raises:
+        OSError: absent, a folder, or out of reach.
+        ValueError: a pipe, socket or device; one line that says which.
+    """
+    _check(path, os.stat(path).st_mode)
+
+
+def open_input(path: str | PathLike[str]) -> BinaryIO:
+    """The file, opened for reading bytes without ever waiting for a writer; errors as `check_input`."""
+    check_input(path)  # a socket cannot be opened at all, and a device should not be
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _check(path, os.fstat(descriptor).st_mode)  # it may have been replaced in between
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_input(path: str | PathLike[str]) -> bytes:
+    """The file's bytes; errors as `check_input`."""
+    with open_input(path) as file:
+        return file.read()
+
+
+def read_input_text(path: str | PathLike[str], *, encoding: str = "utf-8") -> str:
+    """The file's text, lines ended by a newline; errors as `check_input`, and UnicodeDecodeError."""
+    return read_input(path).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def check_target(path: str | PathLike[str]) -> None:
+    """Refuse to put a file in the place of a pipe, socket or device (`-o /dev/null` would replace it).
+
+    Raises:
+        ValueError: one line that says what is there.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:  # absent, or what the writer will say better
+        return
+    if stat.S_IFMT(mode) in _KINDS:
+        raise ValueError(f"{os.fspath(path)}: {_KINDS[stat.S_IFMT(mode)]}, expected a file to write")
