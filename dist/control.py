@@ -19,7 +19,7 @@ from evenroute.dist.messages import MessageError
 from evenroute.dist.pass_messages import (
     CONTROL_PROTOCOL,
     OPTIONAL_NAME,
-    RankState,
+    RecordingState,
     RecordMode,
     RecordOrder,
     RecordReport,
@@ -76,7 +76,7 @@ RANK_ROLES = frozenset({LOCAL_ROLE, "rank"})
 class RankRecording(Struct, frozen=True, forbid_unknown_fields=True):
     """A rank's part in a recording of passes, as it last reported; see `RecordReport`."""
 
-    state: RankState
+    state: RecordingState
     passes: int
     tokens: int
     num_bytes: int

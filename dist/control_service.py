@@ -7,6 +7,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from evenroute.dist.control import (
     ALLOWED,
@@ -101,7 +102,7 @@ class ControlService:
             case RecordRead():
                 return self._recorder.read(request)
             case RecordReport():
-                return self.passes.take(request, self._recorder.passes(), self._core.view, self._core.epoch)
+                return self._take(request)
             case RecordStart():
                 run = 0 if self._core.view is None else self._core.view.run
                 done = self._recorder.start(
@@ -112,8 +113,16 @@ class ControlService:
                     now=time.time(),
                 )
             case RecordStop():
-                done = self._recorder.stop(epoch=self._core.epoch, now=time.time())
+                refused = self.passes.all_refused(self._recorder.passes(), self._core.view)
+                done = self._recorder.stop(epoch=self._core.epoch, now=time.time(), all_refused=refused)
         self._core.keep_rank_detail = self._recorder.per_rank
         if isinstance(done, Done):
             logger.info("%s", done.text)
         return done
+
+    def _take(self, report: RecordReport) -> Answer | None:
+        wanted = self._recorder.passes()
+        if wanted is not None and report.run == wanted.run and report.path:  # it has files
+            with suppress(StoreError):  # the next report brings it again
+                self._recorder.begun(report.recording, epoch=self._core.epoch)
+        return self.passes.take(report, wanted, self._core.view, self._core.epoch)

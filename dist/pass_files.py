@@ -45,6 +45,16 @@ def used_bytes(folder: Path, rank: int) -> int:
     return total
 
 
+def _first_of(folder: Path, name: str, rank: int) -> Path | None:
+    """A file of this name and rank, finished or not, which nobody may write over or mix with; None without one."""
+    suffix = re.escape(SUFFIX)
+    own = re.compile(
+        rf"{re.escape(name)}-rank{rank}(\.part\d+)?{suffix}"
+        rf"|\.{re.escape(name)}-rank{rank}(\.part\d+)?{suffix}\.\d+-[0-9a-f]+\.partial"
+    )
+    return min((path for path in folder.iterdir() if own.fullmatch(path.name)), default=None)
+
+
 class PassFiles:
     """Parts of one recording on one rank. A part gets its name when it is whole, so a killed rank loses one part.
 
@@ -71,8 +81,8 @@ class PassFiles:
         self._finished_bytes = 0
         self._placed: PlacementEvent | None = None
         first = part_path(folder, name, self._rank, 1)
-        if first.exists():
-            raise ValueError(f"{first} exists: give the recording another --name")
+        if (found := _first_of(folder, name, self._rank)) is not None:
+            raise ValueError(f"{found} exists: give the recording another --name")
         self._room = max_bytes - used_bytes(folder, self._rank)
         if self._room < _LEAST_ROOM:
             raise ValueError(
@@ -161,11 +171,20 @@ class PassFiles:
             self._writer = None
 
     def discard(self) -> None:
-        """Give up the unfinished part; finished ones stay."""
+        """Remove the unfinished part; finished ones stay."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
             with suppress(OSError):
                 writer.discard()
+
+    def leave(self) -> Path | None:
+        """Give up finishing the last part: its unfinished file, or None where it holds no pass and is removed."""
+        writer = self._writer
+        if writer is None or not writer.num_windows + writer.num_token_frames:
+            self.discard()
+            return None
+        self._writer = None
+        return writer.abandon()
 
 
 def check_folder(text: str) -> Path:

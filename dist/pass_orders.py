@@ -14,21 +14,26 @@ from evenroute.dist.recording import PassRecording
 from evenroute.dist.view_core import RunView
 
 _AGAIN_S = 1.0
+_SILENCE_S = 10.0  # a rank that was not heard for so long and had not ended its recording is told as lost
+_KEPT = 2  # recordings whose reports are kept: a refused one gives way to the one before
 
 
 class PassOrders:
     """Brings the ranks of the current run to what the recorder wants; keeps what they reported."""
 
     def __init__(self) -> None:
-        self._run = 0
-        self._recording = 0
-        self._reports: dict[int, RecordReport] = {}
+        self._current = (0, 0)
+        self._kept: dict[tuple[int, int], dict[int, RecordReport]] = {}  # by run and recording
+        self._reports: dict[int, RecordReport] = {}  # of the current one
         self._sent_at: dict[int, float] = {}
+        self._view: RunView | None = None
+        self._now = 0.0
 
     def due(
         self, wanted: PassRecording | None, view: RunView | None, epoch: int, now: float
     ) -> Iterator[tuple[object, RecordOrder]]:
         """(peer, order) of each rank that has not reported what is wanted; the same order to all."""
+        self._view, self._now = view, now
         if wanted is None or view is None or not epoch or view.run != wanted.run:
             return
         self._follow(wanted)
@@ -49,9 +54,12 @@ class PassOrders:
             yield seen.peer, order
 
     def _follow(self, wanted: PassRecording) -> None:
-        if (wanted.run, wanted.recording) != (self._run, self._recording):
-            self._run, self._recording = wanted.run, wanted.recording
-            self._reports, self._sent_at = {}, {}
+        key = (wanted.run, wanted.recording)
+        if key != self._current:
+            self._current, self._sent_at = key, {}
+            self._reports = self._kept[key] = self._kept.pop(key, {})
+            for old in [kept for kept in self._kept if kept != key][: -(_KEPT - 1)]:
+                del self._kept[old]
 
     def _reached(self, rank: int, running: bool) -> bool:
         report = self._reports.get(rank)
@@ -82,22 +90,39 @@ class PassOrders:
             running=False,
         )
 
+    def all_refused(self, wanted: PassRecording | None, view: RunView | None) -> bool:
+        """Whether every rank that was to record refused to."""
+        if wanted is None or view is None or (wanted.run, wanted.recording) != self._current:
+            return False
+        ranks = range(1 if view.job.shared_counts else view.job.ep_size)
+        return all(rank in self._reports and self._reports[rank].state == "refused" for rank in ranks)
+
+    def _lost(self, report: RecordReport) -> str:
+        """Why a rank that had not ended will not tell any more; empty as long as it is heard."""
+        if report.state in OVER:
+            return ""
+        if self._view is None or self._view.run != report.run:
+            return "its job has ended without a last word of it"
+        seen = self._view.ranks.get(report.rank)
+        silence = 0.0 if seen is None else self._now - seen.heard_at
+        return f"not heard for {silence:.0f} s" if silence > _SILENCE_S else ""
+
     def of_ranks(self, wanted: PassRecording | None) -> dict[int, RankRecording]:
         """What each rank reported of the recording that is wanted, or was last."""
-        if wanted is None or (wanted.run, wanted.recording) != (self._run, self._recording):
-            return {}
+        reports = {} if wanted is None else self._kept.get((wanted.run, wanted.recording), {})
+        lost = {rank: self._lost(report) for rank, report in reports.items()}
         return {
             rank: RankRecording(
-                state=report.state,
+                state="lost" if lost[rank] else report.state,
                 passes=report.passes,
                 tokens=report.tokens,
                 num_bytes=report.num_bytes,
                 dropped=report.dropped,
                 merged=report.merged,
                 files=report.files,
-                reason=report.reason,
+                reason="; ".join(filter(None, (lost[rank], report.reason))),
                 host=report.host,
                 path=report.path,
             )
-            for rank, report in self._reports.items()
+            for rank, report in reports.items()
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable
 
 from evenroute.dist.pass_messages import OVER, RecordOrder, RecordReport
@@ -16,6 +17,7 @@ logger = logging.getLogger("evenroute.dist.agent")
 
 _REPORT_EVERY_S = 1.0
 _EXIT_LIMIT_S = 3.0
+_KEPT = 4  # recordings that are over, and still told when asked for
 
 
 def _close_at_exit(recorder: weakref.ref[PassRecorder]) -> None:
@@ -41,6 +43,7 @@ class PassRecorder:
         self._make_arena = make_arena
         self._changed = changed
         self._last: PassSession | None = None
+        self._past: deque[PassSession] = deque(maxlen=_KEPT)
         self._reported: tuple[object, ...] = ()
         self._reported_at = 0.0
         self._answer: RecordReport | None = None
@@ -53,6 +56,10 @@ class PassRecorder:
             return
         last = self._last
         if last is None or last.order.recording != order.recording:
+            past = next((one for one in self._past if one.order.recording == order.recording), None)
+            if past is not None:  # a refused recording gave way to it: what it came to is asked again
+                self._answer = past.report()
+                return
             if not order.running:  # never heard of, or long forgotten: it is over
                 self._answer = RecordReport(
                     run=order.run, rank=self.settings.rank, recording=order.recording, state="ended"
@@ -60,6 +67,7 @@ class PassRecorder:
                 return
             if last is not None:
                 last.abort("another recording was ordered")
+                self._past.append(last)
             last = self._last = PassSession(order, self.settings, self._make_arena, self._changed)
             self.session = last
         elif not order.running:

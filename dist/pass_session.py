@@ -332,8 +332,10 @@ class PassSession:
         try:
             self._files.close(told)
         except (OSError, ValueError) as error:
-            self._files.discard()
             state, reason = "failed", reason or _told(error)
+            left = self._files.leave()
+            if left is not None:
+                reason += f"; {left.name} stays unfinished: `evenroute inspect --unfinished` reads it"
         self._over(state, reason)
 
     def _over(self, state: RankState, reason: str) -> None:

@@ -7,6 +7,7 @@ files of their own (`evenroute.dist.pass_orders` sees to that).
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,14 +16,16 @@ from msgspec import Meta, Struct
 
 from evenroute.dist.control import Answer, Done, Recorded, RecordedWindow, RecordRead, RecordStart, Refused
 from evenroute.dist.pass_messages import PASS_MODES, PassMode, RecordMode
-from evenroute.eplb.store import HistoryStore
+from evenroute.eplb.store import HistoryStore, StoreError
 from evenroute.eplb.store_schema import counts_to_blob
 
 _SETTING = "recording"
 _PART_BYTES = 4 * 1024 * 1024
 
 
-class _Saved(Struct, frozen=True, forbid_unknown_fields=True):
+class _Saved(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`tentative`: no rank has begun to write yet; `before`: what was there before, which stays until one has."""
+
     run: Annotated[int, Meta(ge=1, lt=2**62)]
     started: float
     stopped: float | None
@@ -30,6 +33,8 @@ class _Saved(Struct, frozen=True, forbid_unknown_fields=True):
     mode: RecordMode = "stat"
     name: str = ""
     recording: Annotated[int, Meta(ge=0, lt=2**62)] = 0
+    tentative: bool = False
+    before: _Saved | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,10 @@ class Recorder:
     @property
     def keep_from(self) -> float | None:
         """Windows from here on stay single."""
-        return None if self._saved is None else self._saved.started
+        saved = self._saved
+        if saved is None:
+            return None
+        return saved.started if saved.before is None else min(saved.started, saved.before.started)
 
     @property
     def mode(self) -> str:
@@ -96,27 +104,52 @@ class Recorder:
             return Refused("a recording runs already; `evenroute record stop` ends it")
         if not epoch or not run:
             return Refused("there is no running job to record yet")
-        self._store.clear_rank_windows(epoch=epoch)
         name = ""
+        saved = _Saved(run, now, None, request.per_rank, request.mode, recording=recording)
         if request.mode in PASS_MODES:
             name = request.name or time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
-        self._save(_Saved(run, now, None, request.per_rank, request.mode, name, recording), epoch)
+            saved = msgspec.structs.replace(saved, name=name, tentative=True, before=self._saved)
+        self._save(saved, epoch)
+        if not saved.tentative:
+            self._clear_before(saved, epoch)
         per_rank = " per rank" if request.per_rank else ""
         files = f", mode {request.mode}, files called {name}" if name else ""
         return Done(f"recording{per_rank} since now{files}")
 
-    def stop(self, *, epoch: int, now: float) -> Answer:
-        """End; refused when none runs."""
-        if self._saved is None or not self.active:
+    def _clear_before(self, saved: _Saved, epoch: int) -> None:
+        with suppress(StoreError):  # what is left is only never read
+            self._store.clear_rank_windows(epoch=epoch, before=saved.started)
+
+    def begun(self, recording: int, *, epoch: int) -> None:
+        """A rank writes files of this recording: from now on it takes the place of the one before."""
+        saved = self._saved
+        if saved is None or saved.recording != recording or not saved.tentative or not epoch:
+            return
+        saved = msgspec.structs.replace(saved, tentative=False, before=None)
+        self._save(saved, epoch)
+        self._clear_before(saved, epoch)
+
+    def stop(self, *, epoch: int, now: float, all_refused: bool = False) -> Answer:
+        """End; refused when none runs. One that every rank refused never was: the one before is there as it was."""
+        saved = self._saved
+        if saved is None or not self.active:
             return Refused("no recording runs")
-        self._save(msgspec.structs.replace(self._saved, stopped=now), epoch)
-        return Done(f"recording ended after {now - self._saved.started:.1f} s")
+        if not epoch:
+            return Refused(
+                "no job is heard in this life of the rebalancer, so nothing was ended; the recording ends with the "
+                "next job. What was recorded can be dumped"
+            )
+        if saved.tentative and all_refused and saved.before is not None:
+            self._save(saved.before, epoch)
+            return Done("the recording that no rank made was given up; the one before can still be dumped")
+        self._save(msgspec.structs.replace(saved, stopped=now, tentative=False, before=None), epoch)
+        return Done(f"recording ended after {now - saved.started:.1f} s")
 
     def end_with_run(self, run: int, *, epoch: int, now: float) -> bool:
         """The job's run is `run`: a recording of another one is over. Whether it ended just now."""
         if self._saved is None or not self.active or not epoch or run in (0, self._saved.run):
             return False
-        self._save(msgspec.structs.replace(self._saved, stopped=now), epoch)
+        self._save(msgspec.structs.replace(self._saved, stopped=now, tentative=False, before=None), epoch)
         return True
 
     def read(self, request: RecordRead) -> Answer:

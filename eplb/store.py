@@ -7,6 +7,7 @@ took over cannot write. `synchronous=NORMAL`: a power cut may take the last comm
 
 from __future__ import annotations
 
+import math
 import socket
 import sqlite3
 import zlib
@@ -379,10 +380,10 @@ class HistoryStore(StoreReader):
         with self._transaction(epoch) as connection:
             connection.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", (name, value))
 
-    def clear_rank_windows(self, *, epoch: int | None) -> None:
-        """Drop the per-rank detail of an earlier recording."""
+    def clear_rank_windows(self, *, epoch: int | None, before: float = math.inf) -> None:
+        """Drop the per-rank detail of an earlier recording: what was stored before the time `before`."""
         with self._transaction(epoch) as connection:
-            connection.execute("DELETE FROM rank_windows")
+            connection.execute("DELETE FROM rank_windows WHERE time < ?", (before,))
 
     def roll_up(self, *, before: float, span_s: float, epoch: int | None, max_rows: int = 256) -> int:
         """Sum windows older than `before` into one row per run and `span_s` seconds; no count is lost.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,10 +14,12 @@ from evenroute.tools.errors import check_output, one_line_errors
 from evenroute.tools.report_words import one_line, short
 
 if TYPE_CHECKING:
-    from evenroute.dist.control import RankStatus, Status
+    from evenroute.dist.control import RankRecording, RankStatus, Status
 
 MODES = ("stat", "per_pass", "per_token")
 _LISTED = 16
+_OVER = {"ended", "refused", "failed", "lost"}
+_SILENT_S = 2.0  # ranks tell every half second or more often
 
 Address = Annotated[str, typer.Argument(help="ipc://PATH or tcp://HOST:PORT of the rebalancer.")]
 Keys = Annotated[Path | None, typer.Option(help="operator.toml (dump: viewer.toml will do).")]
@@ -90,7 +93,7 @@ def register(app: typer.Typer) -> None:
         if output is not None:
             number, tokens = write_dump(address, output, rank=rank, keys=keys, timeout_s=timeout)
             typer.echo(f"{output}: {number} windows, {tokens} tokens")
-        for line in rank_lines(status):
+        for line in [*summary_lines(status), *rank_lines(status)]:
             typer.echo(line)
 
 
@@ -111,7 +114,7 @@ def started(address: str, keys: Path | None, timeout_s: float) -> int:
     from evenroute.dist.control import RecordStop
     from evenroute.dist.status import command
 
-    known = {"recording", "ended", "refused", "failed"}
+    known = {"recording", "ended", "refused", "failed", "lost"}
     status = _wait(address, keys, timeout_s, lambda rank: _state(rank) in known)
     ranks = _recorders(status)
     good = [rank for rank in ranks if _state(rank) in ("recording", "ended")]
@@ -134,9 +137,8 @@ def stopped(address: str, keys: Path | None, timeout_s: float) -> int:
     status = query_status(address, keys=keys, timeout_s=timeout_s)
     if status.recording_mode in ("", "stat"):
         return 0
-    over = {"ended", "refused", "failed"}
-    status = _wait(address, keys, timeout_s, lambda rank: _state(rank) in over)
-    for line in rank_lines(status):
+    status = _wait(address, keys, timeout_s, lambda rank: _state(rank) in _OVER)
+    for line in [*summary_lines(status), *rank_lines(status)]:
         typer.echo(line)
     return 0 if all(_state(rank) == "ended" for rank in _recorders(status)) else 1
 
@@ -171,6 +173,64 @@ def _place(rank: RankStatus) -> str:
     return f"{one_line(rank.recording.host)}:{one_line(rank.recording.path)}"
 
 
+def summary_lines(status: Status) -> list[str]:
+    """How many ranks ended their recording of passes, and what to do about those that never did; empty if all did."""
+    if status.recording_mode in ("", "stat"):
+        return []
+    ranks = _recorders(status)
+    if not ranks:
+        name = one_line(status.recording_name)
+        return [f"no rank is heard: their files are {name}-rank*.evd in the agent.record_dir of each"]
+    states = Counter(_state(rank) or "not heard of" for rank in ranks)
+    running = status.recording and states.keys() <= {"recording", "starting"}
+    if running or states.keys() <= {"ended"}:
+        return []
+    told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+    lines = [f"of {len(ranks)} ranks: {told}"]
+    if any(_never_ended(rank, status) for rank in ranks):
+        lines.append(
+            "finished files are whole; what else a rank wrote stays in its folder as "
+            f".{one_line(status.recording_name)}-rank*.partial, which `evenroute inspect --unfinished FOLDER` reads up "
+            "to the last whole record"
+        )
+    return lines
+
+
+def _never_ended(rank: RankStatus, status: Status) -> bool:
+    state = _state(rank)
+    return state == "lost" or (not status.recording and state not in _OVER)
+
+
+def _heard(rank: RankStatus) -> str:
+    return "never heard" if rank.heard_s_ago is None else f"last heard {rank.heard_s_ago:.0f} s ago"
+
+
+def _rank_line(rank: RankStatus, status: Status) -> str:
+    kept = rank.recording
+    if kept is None:
+        if not status.recording or rank.heard_s_ago is None or rank.heard_s_ago > _SILENT_S:
+            return f"rank {rank.rank}: {_heard(rank)}, what it recorded is not known here"
+        return f"rank {rank.rank}: no answer (is it of an older evenroute version?)"
+    text = f"rank {rank.rank}: {kept.state}"
+    never = _never_ended(rank, status)
+    if never and kept.state != "lost":
+        text += f", did not end ({_heard(rank)})"
+    if kept.path:
+        text += f", {kept.passes:,} passes, {kept.tokens:,} tokens, {short(kept.num_bytes)}B in "
+        text += f"{kept.files} file{'s' if kept.files != 1 else ''}, {_place(rank)}"
+        text += f" (the last of them unfinished: {_partial_name(kept)})" if never else ""
+    text += f", {kept.dropped:,} passes dropped" if kept.dropped else ""
+    text += f", {kept.merged:,} merged with the pass before" if kept.merged else ""
+    return text + (f": {one_line(kept.reason)}" if kept.reason else "")
+
+
+def _partial_name(kept: RankRecording) -> str:
+    """The hidden name of the file that a rank was writing when it was last heard of."""
+    name = Path(one_line(kept.path)).name.removesuffix(".evd")
+    part = f".part{kept.files}" if kept.files > 1 else ""
+    return f".{name}{part}.evd.*.partial"
+
+
 def rank_lines(status: Status, *, only_bad: bool = False) -> list[str]:
     """One line for each rank of a recording of passes; of many ranks those with something to tell come first."""
     if status.recording_mode in ("", "stat"):
@@ -178,18 +238,9 @@ def rank_lines(status: Status, *, only_bad: bool = False) -> list[str]:
     found: list[tuple[bool, str]] = []
     for rank in _recorders(status):
         kept = rank.recording
-        if kept is None:
-            found.append((True, f"rank {rank.rank}: no answer (is it of an older evenroute version?)"))
-            continue
-        text = f"rank {rank.rank}: {kept.state}"
-        if kept.path:
-            text += f", {kept.passes:,} passes, {kept.tokens:,} tokens, {short(kept.num_bytes)}B in "
-            text += f"{kept.files} file{'s' if kept.files != 1 else ''}, {_place(rank)}"
-        text += f", {kept.dropped:,} passes dropped" if kept.dropped else ""
-        text += f", {kept.merged:,} merged with the pass before" if kept.merged else ""
-        text += f": {one_line(kept.reason)}" if kept.reason else ""
-        odd = bool(kept.dropped or kept.reason or kept.state not in ("recording", "ended"))
-        found.append((odd, text))
+        good = kept is not None and not (kept.dropped or kept.reason or _never_ended(rank, status))
+        odd = kept is None or not good or kept.state not in ("recording", "ended")
+        found.append((odd, _rank_line(rank, status)))
     found.sort(key=lambda line: not line[0])
     wanted: Sequence[str] = [text for odd, text in found if odd or not only_bad]
     left = len(wanted) - _LISTED
