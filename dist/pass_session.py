@@ -136,7 +136,8 @@ class PassSession:
         """End it from outside its thread; what was handed over before is written."""
         self.accepts = False
         with self._lock:
-            self._reason = self._reason or reason
+            if self._state not in OVER:
+                self._reason = self._reason or reason
         self.end()
 
     # --------------------------------------------------------------------------------- agent thread

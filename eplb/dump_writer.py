@@ -37,7 +37,7 @@ from evenroute.eplb.dump_partial import hold, partial_path, remove_left
 from evenroute.eplb.foreign_source import PlacementEvent, Window
 from evenroute.eplb.regular_files import check_target
 
-_MOST_TAKEN_BACK = 64
+_MOST_TAKEN_BACK = 8
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

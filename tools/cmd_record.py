@@ -216,19 +216,18 @@ def _rank_line(rank: RankStatus, status: Status) -> str:
     if never and kept.state != "lost":
         text += f", did not end ({_heard(rank)})"
     if kept.path:
-        text += f", {kept.passes:,} passes, {kept.tokens:,} tokens, {short(kept.num_bytes)}B in "
+        text += ", last told:" if never else ","
+        text += f" {kept.passes:,} passes, {kept.tokens:,} tokens, {short(kept.num_bytes)}B in "
         text += f"{kept.files} file{'s' if kept.files != 1 else ''}, {_place(rank)}"
-        text += f" (the last of them unfinished: {_partial_name(kept)})" if never else ""
+        text += f" and what follows it; unfinished: {_partial_names(kept)}" if never else ""
     text += f", {kept.dropped:,} passes dropped" if kept.dropped else ""
     text += f", {kept.merged:,} merged with the pass before" if kept.merged else ""
     return text + (f": {one_line(kept.reason)}" if kept.reason else "")
 
 
-def _partial_name(kept: RankRecording) -> str:
-    """The hidden name of the file that a rank was writing when it was last heard of."""
-    name = Path(one_line(kept.path)).name.removesuffix(".evd")
-    part = f".part{kept.files}" if kept.files > 1 else ""
-    return f".{name}{part}.evd.*.partial"
+def _partial_names(kept: RankRecording) -> str:
+    """The hidden names of what a rank was writing; which part it was at its end is not known."""
+    return f".{Path(one_line(kept.path)).name.removesuffix('.evd')}*.partial"
 
 
 def rank_lines(status: Status, *, only_bad: bool = False) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from evenroute.eplb.dump_reader import DumpReader
 from evenroute.eplb.foreign_store import read_store
 from evenroute.eplb.store import StoreReader
-from support.command import assert_one_line_error, evenroute
+from support.command import Outcome, assert_one_line_error, evenroute
 from support.control_plane import RebalancerProcess, patience, wait_for
 from support.record_job import RecordJob
 
@@ -31,6 +33,30 @@ def files_of(folder: Path, rank: int) -> list[Path]:
 def counted(ids: np.ndarray, experts: int) -> np.ndarray:
     """[L, T, K] -> [L, E]."""
     return np.stack([np.bincount(row[row >= 0], minlength=experts) for row in ids.reshape(len(ids), -1)])
+
+
+def start(rebalancer: RebalancerProcess, mode: str, name: str) -> Outcome:
+    """`record start`, which waits for what all ranks say: for as long as a busy host takes."""
+    return evenroute("record", "start", rebalancer.address, "--mode", mode, "--name", name, "--timeout", 60)
+
+
+def kill_while_it_writes(process: subprocess.Popen[bytes], folder: Path, rank: int) -> None:
+    """SIGKILL at a moment when a part is open: between two parts there is none for an instant."""
+
+    def frozen_with_a_part() -> bool:
+        process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: stopped(process.pid), 60, "the rank stands still")
+        if any(path.name.startswith(".") and f"-rank{rank}." in path.name for path in folder.iterdir()):
+            return True
+        process.send_signal(signal.SIGCONT)
+        return False
+
+    wait_for(frozen_with_a_part, 60, "an open part")
+    process.kill()
+
+
+def stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def check_stored(job: RecordJob, store: Path) -> None:
@@ -67,7 +93,7 @@ def test_ids_of_every_token_over_switches_and_a_killed_rebalancer(tmp_path: Path
         # Switches come every 4 steps, dummies every 5: some switch at a step that is not recorded.
         with RecordJob(tmp_path, 2, agent=agent, uncounted_every=5) as job:
             job.wait_more(20)
-            started = evenroute("record", "start", rebalancer.address, "--mode", "per_token", "--name", "x")
+            started = start(rebalancer, "per_token", "x")
             assert (started.status, started.err) == (0, ""), started
             assert "2 ranks record" in started.out
             assert str(records / "x-rank0.evd") in started.out
@@ -149,17 +175,11 @@ def test_counts_of_every_pass_beside_unchanged_windows(tmp_path: Path) -> None:
         # No call of agent.record at all: counts of passes need none.
         with RecordJob(tmp_path, 2, agent=agent, silent=True) as job:
             job.wait_more(20)
-            assert (
-                evenroute("record", "start", rebalancer.address, "--mode", "per_pass", "--name", "x").status
-                == 0
-            )
+            assert start(rebalancer, "per_pass", "x").status == 0
             job.wait_more(80)
             assert evenroute("record", "stop", rebalancer.address, "--timeout", 60).status == 0
             job.wait_more(20)
-            assert (
-                evenroute("record", "start", rebalancer.address, "--mode", "per_pass", "--name", "y").status
-                == 0
-            )
+            assert start(rebalancer, "per_pass", "y").status == 0
             job.wait_more(30)  # this one the ranks end themselves, with the job
             assert job.finish() == [0, 0], job.logs()
         for rank in range(2):
@@ -187,13 +207,10 @@ def test_a_killed_rank_loses_one_part_and_the_recording_ends_with_the_job(tmp_pa
         agent = {"rebalancer": rebalancer.address, "record_dir": str(records), "record_part_bytes": 65536}
         with RecordJob(tmp_path, 2, agent=agent, tokens=200) as job:
             job.wait_more(5)
-            assert (
-                evenroute("record", "start", rebalancer.address, "--mode", "per_token", "--name", "x").status
-                == 0
-            )
+            assert start(rebalancer, "per_token", "x").status == 0
             wait_for(lambda: len(files_of(records, 1)) >= 2, 120, "two whole parts of rank 1")
-            job.processes[1].kill()
-            assert job.processes[0].wait(timeout=90) != 0  # its peer is gone
+            kill_while_it_writes(job.processes[1], records, 1)
+            assert job.processes[0].wait(timeout=150) != 0  # its peer is gone
             whole = {0: files_of(records, 0), 1: files_of(records, 1)}
             for rank in range(2):
                 routed = job.routed(rank)
@@ -207,22 +224,36 @@ def test_a_killed_rank_loses_one_part_and_the_recording_ends_with_the_job(tmp_pa
         left = [path.name for path in records.iterdir() if path.name.startswith(".")]
         assert len(left) == 1, left  # what the killed rank was writing; the other finished its own
         assert "-rank1." in left[0]
-        assert evenroute("inspect", records, "--json").json["sources"][0]["ranks"] == [0, 1]
+        facts = evenroute("inspect", records, "--json").json
+        assert facts["sources"][0]["ranks"] == [0, 1]
+        assert [left[0] in line for line in facts["unfinished"]] == [True]
+        routed = sum((ids >= 0).sum() for rank in range(2) for ids in job.routed(rank).values())
+        whole = evenroute("inspect", records, "--unfinished", "--json").json["sources"][0]
+        under_way = 2 * 3 * 2 * 202  # of the step at the end
+        assert facts["sources"][0]["routed"] <= whole["routed"] <= routed + under_way
         assert rebalancer.status().recording
         (tmp_path / "next").mkdir()
         with RecordJob(tmp_path / "next", 2, agent=agent) as job:
             job.wait_more(5)
             wait_for(lambda: not rebalancer.status().recording, 60, "the recording's end with its job")
-            assert (
-                evenroute("record", "start", rebalancer.address, "--mode", "per_token", "--name", "x").status
-                == 2
-            )
+            told = evenroute("record", "dump", rebalancer.address).out
+            lost = r"rank 1: lost, last told: [\d,]+ passes, .* in \d+ files?, .*x-rank1\.evd and what follows it; "
+            lost += r"unfinished: \.x-rank1\*\.partial: its job has ended without a last word of it"
+            assert re.search(lost, told), told
+            assert "of 2 ranks: " in told
+            assert start(rebalancer, "per_token", "x").status == 2
             refused = rebalancer.status()
             assert not refused.recording  # both ranks have files of that name, and write over none
-            assert (
-                evenroute("record", "start", rebalancer.address, "--mode", "per_token", "--name", "y").status
-                == 0
-            )
+            assert start(rebalancer, "per_token", "y").status == 0
+
+
+def dumped(rebalancer: RebalancerProcess, folder: Path) -> list[bytes]:
+    """The recording's windows: fleet-wide and rank 1's."""
+    folder.mkdir()
+    for name, flags in (("all", []), ("one", ["--rank", 1])):
+        outcome = evenroute("record", "dump", rebalancer.address, "-o", folder / name, *flags)
+        assert outcome.status == 0, outcome
+    return [(folder / name).read_bytes() for name in ("all", "one")]
 
 
 def test_a_recording_that_no_rank_can_make_is_refused_with_the_reasons(tmp_path: Path) -> None:
@@ -231,7 +262,11 @@ def test_a_recording_that_no_rank_can_make_is_refused_with_the_reasons(tmp_path:
         assert_one_line_error(refused, "no running job")
         with RecordJob(tmp_path, 2, agent={"rebalancer": rebalancer.address}) as job:
             job.wait_more(20)
-            refused = evenroute("record", "start", rebalancer.address, "--mode", "per_token")
+            assert evenroute("record", "start", rebalancer.address, "--per-rank").status == 0
+            job.wait_more(40)
+            assert evenroute("record", "stop", rebalancer.address).status == 0
+            before = dumped(rebalancer, tmp_path / "before")
+            refused = evenroute("record", "start", rebalancer.address, "--mode", "per_token", "--timeout", 60)
             assert refused.status == 2
             lines = refused.err.splitlines()
             assert lines[:2] == [
@@ -243,6 +278,7 @@ def test_a_recording_that_no_rank_can_make_is_refused_with_the_reasons(tmp_path:
             )
             assert_one_line_error(evenroute("record", "stop", rebalancer.address), "no recording runs")
             assert rebalancer.status().recording is False
+            assert dumped(rebalancer, tmp_path / "after") == before  # a refused command changed nothing
             job.wait_more(5)
 
 
