@@ -20,7 +20,7 @@ from support.compiled import compile_planner
 from support.control_plane import child_environment, wait_for
 from support.deploy_files import DEPLOY
 from support.documented import Lines, replaced, runs
-from support.job import free_port
+from support.ports import free_port
 from support.sglang_stand_in import SglangStandIn, init_expert_location
 
 README = "deploy/README.md"

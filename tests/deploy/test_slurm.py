@@ -16,7 +16,7 @@ from support.command_lines import parse_evenroute, parse_torchrun
 from support.control_plane import child_environment, wait_for
 from support.deploy_files import DEPLOY, ROOT
 from support.documented import Lines, runs
-from support.job import free_port
+from support.ports import free_port
 
 SCRIPT = DEPLOY / "slurm/evenroute.sbatch"
 NODES = ("node-a", "node-b")
@@ -44,7 +44,7 @@ with open(os.environ["SRUN_LOG"], "a") as log:
 once = any(flag.startswith("--nodelist=") for flag in flags)
 if os.environ.get("SRUN_DRY"):
     # The job's end takes the rebalancer's step down: let that one be noted first.
-    for _ in range(600):
+    for _ in range(1200):
         if once or open(os.environ["SRUN_LOG"]).read().count("\\n") > 1:
             sys.exit(0)
         time.sleep(0.05)
@@ -93,7 +93,7 @@ def calls(cluster: dict[str, str]) -> list[tuple[list[str], list[str]]]:
 
 def test_what_is_started_where(cluster: dict[str, str]) -> None:
     done = subprocess.run(
-        ["bash", str(SCRIPT)], env=cluster | {"SRUN_DRY": "1"}, capture_output=True, timeout=60
+        ["bash", str(SCRIPT)], env=cluster | {"SRUN_DRY": "1"}, capture_output=True, timeout=180
     )
     assert done.returncode == 0, done.stderr
     wait_for(lambda: len(calls(cluster)) >= 2, 10, "both calls of srun")
@@ -129,7 +129,7 @@ def test_the_readmes_lines_start_a_job(lines: Lines, cluster: dict[str, str], tm
     del environment["EVENROUTE_HOME"], environment["SLURM_JOB_NUM_NODES"]
     for number, line in enumerate(lines.texts):
         done = subprocess.run(
-            ["bash", "-c", line], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+            ["bash", "-c", line], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180
         )
         assert done.returncode == 0, f"{line}: {done.stderr}"
         if not number:

@@ -97,7 +97,7 @@ class Supervisor:
         del environment["NUMBA_CACHE_DIR"]  # the user's own cache: there is nothing new to compile
         with (self.folder / "log").open("ab") as log:
             check = subprocess.run(
-                self.command("ExecStartPre"), stdout=log, stderr=log, env=environment, timeout=60
+                self.command("ExecStartPre"), stdout=log, stderr=log, env=environment, timeout=180
             )
             if check.returncode:
                 return check.returncode
@@ -150,28 +150,28 @@ def test_a_supervised_rebalancer_with_keys_comes_back_after_kill_9(folder: Path)
     try:
         assert supervisor.start() is None
         ready = folder / "ready.json"
-        wait_for(ready.exists, 30, "the first start")
+        wait_for(ready.exists, 90, "the first start")
         viewer = folder / "keys/viewer.toml"
-        first = query_status(address(folder), keys=viewer)
+        first = query_status(address(folder), keys=viewer, timeout_s=60)
         with pytest.raises(UnreachableError):
             query_status(address(folder), timeout_s=0.5)  # without a key there is no answer
         ready.unlink()
         assert supervisor.process is not None
         supervisor.process.kill()
-        supervisor.process.wait(timeout=10)
+        supervisor.process.wait(timeout=60)
         assert supervisor.restart_if_it_ended()
-        wait_for(ready.exists, 30, "the second start")
-        second = query_status(address(folder), keys=viewer)
+        wait_for(ready.exists, 90, "the second start")
+        second = query_status(address(folder), keys=viewer, timeout_s=60)
         assert supervisor.starts == 2
         assert second.pid != first.pid
-        outcome = evenroute("status", address(folder), "--keys", viewer, "--json")
+        outcome = evenroute("status", address(folder), "--keys", viewer, "--json", "--timeout", 60)
         assert outcome.status in (0, 1)
         assert outcome.json["store"] == str(folder / "run.db")
         assert supervisor.stop() == 0
     finally:
         if supervisor.process is not None and supervisor.process.poll() is None:
             supervisor.process.kill()
-            supervisor.process.wait(timeout=10)
+            supervisor.process.wait(timeout=60)
 
 
 def test_wrong_settings_are_not_restarted(folder: Path) -> None:

@@ -148,7 +148,7 @@ def test_two_ranks_answer_as_the_whole_model_before_and_after_experts_move(
     flags = ["--interval", "2w", "--policy", "global"]
     with RebalancerProcess(tmp_path, flags=flags) as rebalancer:
         process = start_torchrun(2, rebalancer.bind, tokens, script=WORKER)
-        status, out, err = finish(process, 120)
+        status, out, err = finish(process, 240)
     assert status == 0, out + err[-4000:]
     results = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert len(results) == 2, out

@@ -48,8 +48,11 @@ def test_one_rank_cannot_get_the_placement_so_all_stay_and_status_names_it(tmp_p
         alive(job)
         at = versions(job)
         assert at[-1] == kept or len(at) <= at.index(kept) + 2, "a version was taken up without rank 2"
-        reasons = rebalancer.status().degraded
-        assert any("rank 2 did not get it" in reason for reason in reasons), reasons
+        wait_for(
+            lambda: any("rank 2 did not get it" in reason for reason in rebalancer.status().degraded),
+            60,
+            "status names rank 2",
+        )
         proxy.calm()
         wait_new_version(job)
         end_and_check(job, [rebalancer.store])

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from support.chaos import job_on, rebalancer_in
-from support.control_plane import RebalancerProcess, child_environment, wait_for
-from support.job import free_port
+from support.control_plane import RebalancerProcess, child_environment, is_gone, patience, wait_for
+from support.ports import free_port
 
 # ------------------------------------------------------------- (b) SIGINT in the middle of a broadcast
 
@@ -24,7 +24,7 @@ import sys
 from evenroute.dist.messages import JobShape
 from evenroute.tools.bench_transport import SimulatedJob
 job = SimulatedJob(sys.argv[1], JobShape(92, 64, 1024, {RANKS}, 1, 2, False, "big"), period_s=0.3)
-job.start(30)
+job.start(120)
 while not all(rank.stored for rank in job.ranks):
     job.turn(0.01)
 print("stored", flush=True)
@@ -40,6 +40,7 @@ from evenroute.eplb.placement import Placement
 def plan(loads, *, current, topology, **_):
     while not os.path.exists(os.environ["GO_FILE"]):
         time.sleep(0.01)
+    os.unlink(os.environ["GO_FILE"])  # one plan, however long the test takes to end it
     experts = current.num_logical_experts
     turned = Placement((current.physical_to_logical + 1) % experts, experts, topology)
     found = balancedness(rank_loads(loads, current))
@@ -65,27 +66,25 @@ def test_a_signal_in_the_middle_of_a_broadcast_ends_it_in_five_seconds(tmp_path,
         )
         try:
             assert readers.stdout.readline() == "stored\n"
-            wait_for(lambda: rebalancer.status().plan_cycle >= 1, 20, "a plan is asked for")
+            wait_for(lambda: rebalancer.status().plan_cycle >= 1, 60, "a plan is asked for")
             readers.send_signal(signal.SIGSTOP)
             (tmp_path / "go").touch()
-            wait_for(lambda: rebalancer.status().version >= 1, 20, "a placement is published")
+            wait_for(lambda: rebalancer.status().version >= 1, 60, "a placement is published")
             children = planner_children(rebalancer.process.pid)
             began = time.monotonic()
             rebalancer.process.send_signal(number)
-            assert rebalancer.process.wait(timeout=10) == 0
-            assert time.monotonic() - began < 5.0
+            assert rebalancer.process.wait(timeout=60) == 0
+            assert time.monotonic() - began < 5.0 * patience()
             log = rebalancer.log()
             assert f"ends on signal {int(number)}" in log
             assert "published 1 placements" in log
             assert f"{RANKS} ranks are not known to hold the newest placement" in log
             assert not os.path.exists(rebalancer.address.removeprefix("ipc://"))
             assert not rebalancer.ready.exists()
-            wait_for(
-                lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children), 5, "no planner left"
-            )
+            wait_for(lambda: all(map(is_gone, children)), 60, "no planner left")
         finally:
             readers.kill()
-            readers.wait(timeout=10)
+            readers.wait(timeout=60)
             readers.stdout.close()
 
 
@@ -125,7 +124,7 @@ def end_all(processes):
     for process in processes:
         if process.poll() is None:
             process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 @pytest.mark.slow
@@ -143,10 +142,10 @@ def test_one_of_two_agents_is_stopped_and_the_job_starts_again_at_once(tmp_path,
             pids = [json.loads((first.folder / f"run-{rank}.json").read_text())["pid"] for rank in range(2)]
             first.processes[victim].send_signal(signal.SIGTERM)
             began = time.monotonic()
-            statuses = [process.wait(timeout=60) for process in first.processes]
-            assert time.monotonic() - began < 45
+            statuses = [process.wait(timeout=150) for process in first.processes]
+            assert time.monotonic() - began < 45 * patience()
             assert statuses[1 - victim] != 0
-            wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 5, "no rank is left")
+            wait_for(lambda: all(map(is_gone, pids)), 60, "no rank is left")
             log = (first.folder / f"agent-{1 - victim}.log").read_text()
             assert "VoteError: vote " in log, log
             first.check_steps()

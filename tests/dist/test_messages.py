@@ -6,7 +6,7 @@ from contextlib import suppress
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evenroute.dist import messages as m
@@ -164,7 +164,7 @@ def test_placements_that_do_not_fit_the_job_are_refused_in_one_line(fields: dict
     assert "\n" not in str(refused.value)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from([m.encode(message) for message in [*UPS, *DOWNS]]),
     st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), min_size=1, max_size=4),

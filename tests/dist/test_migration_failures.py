@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 
+from evenroute.dist import watchdog as watchdog_module
 from evenroute.dist.agreement import Version
 from evenroute.dist.exchange import InFlight, MigrationError
 from evenroute.dist.transfer import plan_transfer
@@ -177,7 +179,7 @@ def _lose_a_rank(ranks: Ranks, case: Case, how: str) -> tuple[str, float]:
                 assert world.mover.in_flight(), "in the middle of a migration"
                 if how == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(30)
+                time.sleep(300)
             started = time.monotonic()
             world.driver.step()
     except (MigrationError, VoteFailedError) as bad:
@@ -190,10 +192,10 @@ def test_a_lost_rank_ends_the_job_by_the_limit_naming_operation_and_layer(how: s
     pool = RankPool(4)
     try:
         pool.start(_lose_a_rank, LOST, how)
-        for ok, (message, seconds) in pool.results([0, 1, 3], limit_s=30):
+        for ok, (message, seconds) in pool.results([0, 1, 3], limit_s=150):
             assert ok, message
             assert "migration: transfer of layer 0 (chunk " in message
-            assert seconds < LIMIT_S + 2
+            assert seconds < 2 * LIMIT_S
     finally:
         pool.close()
 
@@ -203,7 +205,7 @@ def _transfer_without_peer(ranks: Ranks, case: Case) -> str:
     world = build_world(ranks, case, limit_s=3.0)
     target = _next(world, 38)
     if ranks.rank == 1:
-        time.sleep(9)
+        time.sleep(300)
         return "asleep"
     world.mover.open_layer(1, world.driver.live_rows[1], target.row(1))
     try:
@@ -218,7 +220,7 @@ def test_a_transfer_has_its_own_limit() -> None:
     pool = RankPool(2)
     try:
         pool.start(_transfer_without_peer, Case(ep_size=2, seed=39))
-        ok, message = pool.results([0], limit_s=20)[0]
+        ok, message = pool.results([0], limit_s=150)[0]
         assert ok
         assert message.startswith("migration: transfer of layer 1 (chunk ")
         assert "failed or did not complete within 3 s" in message
@@ -244,12 +246,12 @@ class _Stalls:
         self.at = time.monotonic()
 
 
-def _chunk(what: str, begun: bool, done: bool) -> InFlight:
+def _chunk(what: str, begun: bool, done: bool, started: float | None = None) -> InFlight:
     events = _FakeEvent(begun), _FakeEvent(done)
-    return InFlight(what, time.monotonic(), [], *events)  # type: ignore[arg-type]
+    return InFlight(what, time.monotonic() if started is None else started, [], *events)  # type: ignore[arg-type]
 
 
-def _until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+def _until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -267,26 +269,35 @@ def test_watchdog_counts_while_the_chunk_runs_and_says_which() -> None:
         waiting.begun.done = True  # type: ignore[union-attr]
         _until(lambda: stalls.messages)
         assert stalls.messages == ["transfer of layer 2 did not complete within 0.2 s"]
-        assert 0.15 < stalls.at - begun < 5
+        assert 0.15 < stalls.at - begun < 30
     finally:
         watchdog.close()
 
 
-def test_watchdog_forgives_what_completes() -> None:
+def test_watchdog_forgives_what_completes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of the test's own: a busy host must not make a chunk older than it is."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(watchdog_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     stalls = _Stalls()
     watchdog = StallWatchdog(0.1, stalls, grace_s=0.4)
     try:
-        for number in range(8):
-            chunk = _chunk(f"chunk {number}", begun=True, done=False)
+        for number in range(9):
+            chunk = _chunk(f"chunk {number}", begun=True, done=False, started=clock.now)
             watchdog.watch(chunk)
-            time.sleep(0.2)  # older than the limit, within the grace
+            clock.now += 0.2
+            assert watchdog.late() is None, "older than the limit: the grace begins"
+            clock.now += 0.3
+            assert watchdog.late() is None, "within the grace"
+            if number == 8:
+                break
             chunk.done.done = True  # type: ignore[union-attr]
             if number % 2:
                 watchdog.watch(None)
-            else:
-                time.sleep(0.1)
-        time.sleep(0.6)
+            clock.now += 10.0
+            assert watchdog.late() is None
         assert not stalls.messages
+        clock.now += 0.2
+        assert watchdog.late() == "chunk 8 did not complete within 0.1 s", "the one that did not"
     finally:
         watchdog.close()
 

@@ -10,6 +10,7 @@ from evenroute.dist.messages import JobShape, pack_placement, unpack_placement
 from evenroute.dist.planner_process import PlannerError, PlannerProcess, PlanRequest, plan_now
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.topology import Topology
+from support.control_plane import patience
 
 L, E, P, R = 3, 8, 12, 2
 JOB = JobShape(num_layers=L, num_logical_experts=E, num_slots=P, ep_size=R)
@@ -83,10 +84,11 @@ def test_an_unknown_function_is_an_error_of_each_cycle_not_of_the_process(planne
 
 
 def test_a_request_and_its_reading_never_wait(planner, tmp_path):
+    """The planner never answers: who waits for it waits for ever."""
     (tmp_path / "script").write_text("hang")
     began = time.monotonic()
     planner.request(request(1))
     assert planner.receive() is None
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 1.5 * patience(), "less than the plan's limit"
     planner.close()
     assert planner.pid is None

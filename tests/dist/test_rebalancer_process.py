@@ -1,7 +1,6 @@
 """The process from outside: start-up errors, one master, status and its exit codes, recording, metrics, clean ends."""
 
 import json
-import os
 import re
 import resource
 import signal
@@ -21,13 +20,22 @@ from evenroute.dist.status import query_status
 from evenroute.eplb.dump_reader import DumpReader
 from evenroute.eplb.store import StoreReader
 from evenroute.tools.bench_transport import SimulatedJob
-from support.control_plane import RebalancerProcess, child_environment, wait_for
+from support.control_plane import (
+    LEAST_WAIT_S,
+    RebalancerProcess,
+    child_environment,
+    command_start_s,
+    is_gone,
+    patience,
+    wait_for,
+)
+from support.ports import free_port
 
 JOB = JobShape(3, 8, 12, 4, 1, 2, False, "outside")
 FLAGS = ["--interval", "3600", "--planner", "support.stub_planner:plan"]
 
 
-def run(*words, limit_s=30, **options):
+def run(*words, limit_s=120, **options):
     """`evenroute ...` to its end."""
     return subprocess.run(
         [sys.executable, "-m", "evenroute.tools.cli", *map(str, words)],
@@ -60,22 +68,24 @@ def rebalancer(tmp_path):
 @pytest.fixture
 def job(rebalancer):
     simulated = SimulatedJob(rebalancer.address, JOB, period_s=0.05)
-    simulated.start(20)
+    try:
+        simulated.start(60)
 
-    def all_heard():
-        simulated.turn(0.02, windows=False)
-        status = rebalancer.status()
-        return status.run == simulated.run and all(rank.heard_s_ago is not None for rank in status.ranks)
+        def all_heard():
+            simulated.turn(0.02, windows=False)
+            status = rebalancer.status()
+            return status.run == simulated.run and all(rank.heard_s_ago is not None for rank in status.ranks)
 
-    wait_for(all_heard, 20, "all ranks heard")
-    yield simulated
-    simulated.close()
+        wait_for(all_heard, 60, "all ranks heard")
+        yield simulated
+    finally:
+        simulated.close()
 
 
-def turn_until(job, condition, limit_s, what):
-    deadline = time.monotonic() + limit_s
+def turn_until(job, condition, what):
+    deadline = time.monotonic() + LEAST_WAIT_S
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {limit_s} s"
+        assert time.monotonic() < deadline, f"{what}: not within {LEAST_WAIT_S} s"
         job.turn(0.01)
 
 
@@ -93,7 +103,8 @@ def test_an_address_in_use_is_named_with_its_setting(tmp_path):
         bind = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
         began = time.monotonic()
         found = run("rebalancer", "--bind", bind, "--store", tmp_path / "run.db")
-        assert time.monotonic() - began < 5
+        spent = time.monotonic() - began
+    assert spent - command_start_s() < 5 * patience(), "it waits for the address"
     refused(found, bind, "--bind", "in use")
 
 
@@ -169,9 +180,7 @@ def test_automatic_ports_never_collide(tmp_path):
 
 @pytest.mark.slow
 def test_stop_and_start_on_the_same_port_ten_times(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     for _ in range(10):
         with RebalancerProcess(tmp_path, bind=f"tcp://127.0.0.1:{port}", flags=FLAGS) as process:
             assert process.status().state == "waiting"
@@ -194,7 +203,7 @@ def test_a_second_one_is_refused_by_store_and_by_address_with_the_first_ones_pid
 
 
 def test_status_exit_codes_healthy_and_unreachable(rebalancer, job, tmp_path):
-    turn_until(job, lambda: stored(job) >= 8, 10, "windows stored")
+    turn_until(job, lambda: stored(job) >= 8, "windows stored")
     found = run("status", rebalancer.address)
     assert found.returncode == 0, found
     assert "healthy, serving" in found.stdout
@@ -212,8 +221,8 @@ def test_a_rank_that_falls_silent_degrades_and_is_named(tmp_path):
     toml = "[rebalancer]\nmax_rank_silence_s = 2.0\n"
     with RebalancerProcess(tmp_path, flags=FLAGS, toml=toml) as process:
         simulated = SimulatedJob(process.address, JOB, period_s=3600)
-        simulated.start(20)
-        wait_for(lambda: simulated.turn(0.05) or process.status().state == "serving", 10, "serving")
+        simulated.start(60)
+        wait_for(lambda: simulated.turn(0.05) or process.status().state == "serving", 60, "serving")
         silent = simulated.ranks[2]
         silent.next_status_at = float("inf")
 
@@ -224,7 +233,7 @@ def test_a_rank_that_falls_silent_degrades_and_is_named(tmp_path):
             simulated.turn(0.05)
             return process.status().degraded
 
-        wait_for(lambda: told() == ["not heard for 2 s: rank 2"], 20, "degraded for rank 2 alone")
+        wait_for(lambda: told() == ["not heard for 2 s: rank 2"], 60, "degraded for rank 2 alone")
         found = run("status", process.address)
         assert found.returncode == 1
         assert "DEGRADED" in found.stdout
@@ -238,16 +247,14 @@ def test_recording_start_stop_dump(rebalancer, job, tmp_path):
     dump = tmp_path / "out.evrdump"
     refused(run("record", "dump", rebalancer.address, "-o", dump), "nothing was recorded")
     refused(run("record", "stop", rebalancer.address), "no recording runs")
-    turn_until(job, lambda: stored(job) >= 8, 10, "windows before the recording")
-    job.drain(5)
+    turn_until(job, lambda: stored(job) >= 8, "windows before the recording")
+    assert job.drain(60)
     assert run("record", "start", rebalancer.address, "--per-rank").returncode == 0
     refused(run("record", "start", rebalancer.address), "a recording runs already")
     before = [rank.stored for rank in job.ranks]
     job.counting = True
-    turn_until(
-        job, lambda: all(r.stored >= b + 5 for r, b in zip(job.ranks, before, strict=True)), 10, "windows"
-    )
-    assert job.drain(5)
+    turn_until(job, lambda: all(r.stored >= b + 5 for r, b in zip(job.ranks, before, strict=True)), "windows")
+    assert job.drain(60)
     assert run("record", "stop", rebalancer.address).returncode == 0
     recorded = [rank.stored - b for rank, b in zip(job.ranks, before, strict=True)]
     found = run("record", "dump", rebalancer.address, "-o", dump)
@@ -270,18 +277,18 @@ def test_recording_start_stop_dump(rebalancer, job, tmp_path):
 
 
 def test_every_metric_name_is_in_a_fresh_scrape(rebalancer, job):
-    turn_until(job, lambda: stored(job) >= 8, 10, "windows stored")
+    turn_until(job, lambda: stored(job) >= 8, "windows stored")
     address = json.loads(rebalancer.ready.read_text())["metrics"]
 
     def scrape():
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
             return answer.read().decode()
 
     def value(name):
         found = re.search(rf"^{re.escape(name)} ([0-9.e+-]+)$", scrape(), re.MULTILINE)
         return float(found[1]) if found else 0.0
 
-    turn_until(job, lambda: value("evenroute_windows_received_total") >= 8, 10, "the scrape follows")
+    turn_until(job, lambda: value("evenroute_windows_received_total") >= 8, "the scrape follows")
     text = scrape()
     for name in metric_names():
         assert f"# TYPE {name.removesuffix('_total')}" in text or f"# TYPE {name}" in text, name
@@ -294,11 +301,11 @@ def test_every_metric_name_is_in_a_fresh_scrape(rebalancer, job):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_in_time_with_a_summary_and_no_socket_left(rebalancer, job, number):
-    turn_until(job, lambda: stored(job) >= 8, 10, "windows stored")
+    turn_until(job, lambda: stored(job) >= 8, "windows stored")
     began = time.monotonic()
     rebalancer.signal(number)
-    assert rebalancer.process.wait(timeout=10) == 0
-    assert time.monotonic() - began < 5
+    assert rebalancer.process.wait(timeout=60) == 0
+    assert time.monotonic() - began < 5 * patience()
     assert not Path(rebalancer.bind.removeprefix("ipc://")).exists()
     assert not rebalancer.ready.exists()
     assert "stored " in rebalancer.log()
@@ -319,10 +326,10 @@ def test_it_ends_in_time_with_frames_queued_to_a_peer_that_does_not_read(rebalan
         assert stopped.stdout.readline() == "asked\n"
         began = time.monotonic()
         assert rebalancer.stop() == 0
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 5 * patience()
     finally:
         stopped.kill()
-        stopped.wait(timeout=5)
+        stopped.wait(timeout=60)
         stopped.stdout.close()
 
 
@@ -345,9 +352,7 @@ def test_no_process_is_left_of_it_after_kill_9(rebalancer, job):
     )
     assert children, "the planner's process"
     rebalancer.kill()
-    wait_for(
-        lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children), 5, "the planner ends with it"
-    )
+    wait_for(lambda: all(map(is_gone, children)), 60, "the planner ends with it")
 
 
 # -------------------------------------------------------------------------------------------- no torch
@@ -386,7 +391,7 @@ def test_rebalancer_status_record_and_keygen_run_without_torch(tmp_path):
         *FLAGS,
     )
     try:
-        wait_for(lambda: ready.exists() or process.poll() is not None, 20, "start without torch")
+        wait_for(lambda: ready.exists() or process.poll() is not None, 90, "start without torch")
         assert process.poll() is None, process.stderr.read()
         for words, status in (
             (["status", f"ipc://{tmp_path}/r.sock"], 0),
@@ -394,9 +399,9 @@ def test_rebalancer_status_record_and_keygen_run_without_torch(tmp_path):
             (["record", "start", f"ipc://{tmp_path}/r.sock"], 2),
         ):
             child = blocked(*words)
-            _, errors = child.communicate(timeout=20)
+            _, errors = child.communicate(timeout=120)
             assert child.returncode == status, errors
             assert "blocked" not in errors
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)

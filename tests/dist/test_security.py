@@ -19,7 +19,7 @@ from evenroute.dist.link import DealerLink
 from evenroute.dist.messages import JobShape, SnapshotRequest, Window, encode
 from evenroute.dist.status import RefusedError, UnreachableError, command, query_status
 from evenroute.tools.bench_transport import SimulatedJob
-from support.control_plane import RebalancerProcess, child_environment, wait_for
+from support.control_plane import RebalancerProcess, child_environment, command_start_s, patience, wait_for
 
 JOB = JobShape(3, 8, 12, 4, 1, 2, False, "secure")
 FLAGS = ["--interval", "3600", "--planner", "support.stub_planner:plan"]
@@ -51,24 +51,26 @@ def plain(tmp_path_factory):
 @pytest.fixture
 def job(plain):
     simulated = SimulatedJob(plain.address, JOB, period_s=3600.0)
-    simulated.start(20)
+    try:
+        simulated.start(60)
 
-    def all_heard():
-        simulated.turn(0.05)
-        status = plain.status()
-        return status.run == simulated.run and all(rank.heard_s_ago is not None for rank in status.ranks)
+        def all_heard():
+            simulated.turn(0.05)
+            status = plain.status()
+            return status.run == simulated.run and all(rank.heard_s_ago is not None for rank in status.ranks)
 
-    wait_for(all_heard, 20, "all ranks heard")
-    yield simulated
-    simulated.close()
+        wait_for(all_heard, 60, "all ranks heard")
+        yield simulated
+    finally:
+        simulated.close()
 
 
 def link_to(address, own=None):
     return DealerLink(parse_address(address, field="address"), keys=own, max_message_bytes=1 << 24)
 
 
-def send_within(link, frames, limit_s=5.0):
-    wait_for(lambda: link.send(*frames), limit_s, "a connection")
+def send_within(link, frames):
+    wait_for(lambda: link.send(*frames), 60, "a connection")
 
 
 # ------------------------------------------------------------------------------------------------- keys
@@ -82,12 +84,15 @@ def test_known_keys_are_answered_and_no_others(secured, keys):
     stranger = ClientKeys("viewer", public, secret, known.server_public_key)
     link = link_to(secured.address, stranger)
     assert not link.socket.poll(700)
+    wait_for(
+        lambda: query_status(secured.address, keys=keys / "operator.toml").counters["keys_refused"] > refused,
+        60,
+        "its key is refused",
+    )
     assert not link.send(b"control", b"anything"), "a stranger is never connected"
     link.close(0)
     with pytest.raises(UnreachableError, match=r"no answer within 0\.7 s"):
         query_status(secured.address, timeout_s=0.7)  # no key at all
-    counters = query_status(secured.address, keys=keys / "operator.toml").counters
-    assert counters["keys_refused"] > refused
 
 
 def test_a_wrong_server_key_is_no_connection(secured, keys):
@@ -116,7 +121,7 @@ def test_each_role_may_do_its_own(secured, keys):
     send_within(link, [encode(SnapshotRequest(0, 1, JOB))])
     wait_for(
         lambda: query_status(secured.address, keys=keys / "viewer.toml").counters["rejected_role"] > 0,
-        5,
+        60,
         "an operator's snapshot request is refused",
     )
     assert query_status(secured.address, keys=keys / "viewer.toml").epoch == 0
@@ -159,11 +164,12 @@ def test_strangers_could_reach_it_so_it_does_not_start(tmp_path):
             ],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
             env=child_environment(),
         )
+        spent = time.monotonic() - began
         assert found.returncode == 2
-        assert time.monotonic() - began < 5
+        assert spent - command_start_s() < 5 * patience(), "it waits for something"
         assert found.stderr.count("\n") == 1
         assert "there are no keys" in found.stderr
         assert bind in found.stderr
@@ -190,8 +196,9 @@ def test_a_flood_of_garbage_changes_nothing(plain, job):
             frames = [b"a", b"b", b"c", b"d"]
         if kind == 3:
             frames = [b"control", rng.bytes(size)]
-        deadline = time.monotonic() + 5
-        while not link.send(*frames) and time.monotonic() < deadline:
+        deadline = time.monotonic() + 60
+        while not link.send(*frames):
+            assert time.monotonic() < deadline, f"frame {number} cannot be sent"
             time.sleep(0.002)
         sent += 1
     after = wait_for(
@@ -199,7 +206,7 @@ def test_a_flood_of_garbage_changes_nothing(plain, job):
             (s := plain.status()).counters["rejected_decode"] >= before.counters["rejected_decode"] + sent
             and s
         ),
-        10,
+        60,
         "all garbage refused",
     )
     link.close(0)
@@ -224,16 +231,16 @@ def test_half_open_connections_are_shed_and_service_goes_on(plain):
     address = parse_address(plain.address, field="address")
     raw = []
     for number in range(300):
-        connection = socket.create_connection((address.host, address.port), timeout=5)
+        connection = socket.create_connection((address.host, address.port), timeout=60)
         if number % 3 == 1:
             connection.sendall(b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f")  # the first part of a greeting
         if number % 3 == 2:
             connection.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
         raw.append(connection)
-    assert plain.status(timeout_s=3.0).state in ("serving", "waiting")
+    assert plain.status().state in ("serving", "waiting")
     fds = Path(f"/proc/{plain.process.pid}/fd")
     wait_for(
-        lambda: len(list(fds.iterdir())) < 100, 10, "half-open connections closed by the handshake limit"
+        lambda: len(list(fds.iterdir())) < 100, 60, "half-open connections closed by the handshake limit"
     )
     for connection in raw:
         connection.close()
@@ -265,7 +272,7 @@ def test_windows_that_cannot_be_do_not_move_the_numbers(plain, job):
     good = np.full((JOB.num_layers, JOB.num_logical_experts), 25, "<i8").tobytes()  # 100 tokens x top-2
     before = plain.status().counters
     link = link_to(plain.address)
-    wait_for(lambda: link.send(b"x"), 5, "a connection")
+    send_within(link, [b"x"])
     sent = 0
     for fields in impossible_windows(job.run, good):
         send_within(link, [encode(Window(**fields))])
@@ -289,12 +296,12 @@ def test_windows_that_cannot_be_do_not_move_the_numbers(plain, job):
         names = ("windows_rejected", "windows_ignored", "rejected_decode")
         return sum(after[name] - before[name] for name in names) >= sent + 1 and after
 
-    after = wait_for(all_refused, 10, "all of them refused")
+    after = wait_for(all_refused, 60, "all of them refused")
     assert after["windows_stored"] == before["windows_stored"]
     assert after["rejected_internal"] == before["rejected_internal"]
     # The true window with that very number is still welcome.
     send_within(link, [encode(Window(job.run, 1, 1, 0, 9, 100, good))])
     wait_for(
-        lambda: plain.status().counters["windows_stored"] == before["windows_stored"] + 1, 5, "the good one"
+        lambda: plain.status().counters["windows_stored"] == before["windows_stored"] + 1, 60, "the good one"
     )
     link.close(0)

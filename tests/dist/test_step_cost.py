@@ -11,7 +11,7 @@ import pytest
 
 from support.chaos import TOML, rebalancer_in
 from support.control_plane import child_environment, wait_for
-from support.job import free_port
+from support.ports import free_port
 from support.step_cost import summary
 
 STEPS = 600

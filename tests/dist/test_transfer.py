@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -64,7 +64,7 @@ def _fewest_sends(receives: list[Receive], live: NDArray[np.int32], topology: To
     return best
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from(SIZES))
 def test_schedule_of_random_rows(seed: int, size: tuple[int, int, int, int]) -> None:
     num_experts, num_slots, ep_size, num_nodes = size
@@ -94,7 +94,7 @@ def test_schedule_of_random_rows(seed: int, size: tuple[int, int, int, int]) -> 
     assert transfer == plan_transfer(live, target, topology)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32 - 1),
     size=st.sampled_from(SIZES),

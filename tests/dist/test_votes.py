@@ -35,18 +35,17 @@ def test_a_rank_that_waits_for_a_living_one_learns_of_the_failure_long_before_it
     began = time.monotonic()
     with pytest.raises(VoteError, match=r"vote 7 \(step 5\).*missing: rank 3 \(vote-7, 3 s\)"):
         votes.wait(7, lambda: "step 5")
-    assert 1.5 < time.monotonic() - began < 10.0
+    assert 1.5 < time.monotonic() - began < 30.0  # of 60
     assert votes.waited_s > 1.5
-    assert votes.close(1.0)
+    assert votes.close(60.0)
 
 
 def test_a_limit_below_a_second_is_kept() -> None:
     votes = VoteThread(None, limit_s=-1.5, roll_call=Calls(after=99))  # type: ignore[arg-type]
-    began = time.monotonic()
     with pytest.raises(VoteError, match=r"no result within 0\.5 s"):
         votes.wait(7, lambda: "")
-    assert time.monotonic() - began < 5.0
-    votes.close(1.0)
+    assert votes.waited_s < 5.0
+    assert votes.close(60.0)
 
 
 class GoingStore:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -108,7 +108,7 @@ def test_staging_is_bounded_and_says_what_it_needs() -> None:
     assert StagingBuffers(weights, 1 << 20).num_buffers == 2, "never more than layers"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32 - 1),
     widths=st.lists(st.integers(1, 40), min_size=1, max_size=3),

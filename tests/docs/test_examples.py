@@ -20,7 +20,7 @@ from support.documented import Lines, runs
 EXAMPLES = ROOT / "examples"
 
 
-def run_example(name: str, *arguments: str, ranks: int = 2, timeout: float = 120) -> str:
+def run_example(name: str, *arguments: str, ranks: int = 2, timeout: float = 240) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [*command, str(EXAMPLES / name), *arguments],
@@ -63,12 +63,13 @@ def test_an_engine_of_ones_own_with_a_rebalancer_beside_it(
             [sys.executable, "-m", "evenroute.tools.cli", *words], stderr=log, env=child_environment()
         )
     try:
-        wait_for(Path("ready.json").exists, 90, "the rebalancer's start")
+        wait_for(lambda: Path("ready.json").exists() or rebalancer.poll() is not None, 90, "its start")
+        assert rebalancer.poll() is None, Path("log").read_text()
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", *engine, *socket.values()],
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=250,
             env=child_environment(),
         )
         assert done.returncode == 0, done.stdout + done.stderr[-4000:]
@@ -77,7 +78,7 @@ def test_an_engine_of_ones_own_with_a_rebalancer_beside_it(
         assert status.json["placements"]["published"] >= 1, Path("log").read_text()
     finally:
         rebalancer.terminate()
-        assert rebalancer.wait(timeout=30) == 0
+        assert rebalancer.wait(timeout=60) == 0
     printed = done.stdout.splitlines()
     assert len(printed) == 2
     assert all(f"({status.json['epoch']}, " in line for line in printed), (

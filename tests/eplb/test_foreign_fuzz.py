@@ -147,7 +147,7 @@ WRITERS = [
 
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_mutations(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     path = write(tmp_path)
     data = path.read_bytes()

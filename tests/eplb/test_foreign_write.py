@@ -20,6 +20,7 @@ from evenroute.eplb.placement import Placement, even_shares
 from evenroute.eplb.placement_file import save_placement
 from evenroute.eplb.placement_set import load_placement_set, update_placement_set
 from evenroute.eplb.topology import Topology
+from support.control_plane import wait_for
 from support.foreign_files import random_counts, random_map
 
 RANKS, EXPERTS, SLOTS = 4, 8, 12
@@ -180,6 +181,10 @@ class TestLoads:
             write_loads(tmp_path / "m", source, "vllm-ascend")
 
 
+def held_keys(path: Path) -> set[str]:
+    return set(load_placement_set(path)) if path.exists() else set()
+
+
 def writer(path: Path, index: int, ready: multiprocessing.synchronize.Barrier, rounds: int) -> None:
     mine = placement(seed=index)
     ready.wait()
@@ -198,7 +203,9 @@ def test_eight_writers_one_killed(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     ready.wait()
-    time.sleep(0.3)
+    # Killed in the barrier, it would take the others' way out with it: only once it writes.
+    wait_for(lambda: "key 0" in held_keys(tmp_path / "set.json"), 60, "the first writer writes")
+    time.sleep(0.1)
     pid = processes[0].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)

@@ -183,7 +183,7 @@ def test_the_log_is_moved_into_the_file_from_a_thread(tmp_path):
     made.begin_epoch(5, pid=1, now=0.0)
     made.set_job(7, JOB, epoch=5, now=0.0)
     before = made.path.stat().st_size
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     seq = 0
     while made.path.stat().st_size == before and time.monotonic() < deadline:
         seq += 1
@@ -288,12 +288,11 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path):
             [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
         )
         acknowledged = 0
-        deadline = time.monotonic() + 30
-        while acknowledged < 10 * (round_ + 1) + round_ and time.monotonic() < deadline:
+        while acknowledged < 10 * (round_ + 1) + round_:
             acknowledged = int(process.stdout.readline())
         os.kill(process.pid, signal.SIGKILL)
         rest = process.stdout.read().split("\n")[:-1]
-        process.wait(timeout=10)
+        process.wait(timeout=60)
         process.stdout.close()
         acknowledged = max([acknowledged, *map(int, rest)])
         with StoreReader(path) as reader:

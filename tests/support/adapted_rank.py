@@ -16,7 +16,7 @@ from evenroute.dist.adapter_torch import adapt
 from evenroute.dist.config import AgentConfig
 from support.toy_moe import HIDDEN, make_model
 
-LIMIT_S = 45.0
+LIMIT_S = 120.0  # where no expert moves; else it ends as one did
 
 
 def main() -> None:

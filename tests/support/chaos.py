@@ -90,7 +90,7 @@ def wait_epoch_above(job, epoch, limit_s=LIMIT_S):
 
 def end_and_check(job, stores, *, gap_s=2.0):
     """End the job; every promise: same keys at each step, no way back, no standstill, counts stored exactly once."""
-    assert job.finish(90) == [0] * job.ep_size, job.logs()
+    assert job.finish(150) == [0] * job.ep_size, job.logs()
     job.check_steps()
     job.check_gap(gap_s)
     assert all(end(job, rank)["all_stored"] for rank in range(job.ep_size)), job.logs()

@@ -81,11 +81,11 @@ class FakeControl:
             peer, tag, _ = self._socket.recv_multipart()
             assert tag == CONTROL_TAG
             answer = self._answers[min(self.requests, len(self._answers) - 1)]
-            self.requests += 1
             if isinstance(answer, Status):
                 self._socket.send_multipart([peer, CONTROL_TAG, encode_control(StatusAnswer(answer))])
             elif answer is not None:
                 self._socket.send_multipart([peer, CONTROL_TAG, encode_control(Refused(answer))])
+            self.requests += 1  # whoever sees it counted knows that the answer is out, not that it was read
 
     def __enter__(self) -> FakeControl:
         self._thread.start()

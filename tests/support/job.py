@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +15,8 @@ import numpy as np
 
 from evenroute.eplb.store import StoreReader
 from support.control_plane import child_environment, patience, wait_for
+from support.ports import free_port
 from support.rank_main import RankOptions
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Job:
@@ -38,6 +32,7 @@ class Job:
         self.options = RankOptions(folder=str(self.folder), **options)
         self.agents = agents or {}
         self.processes = []
+        self._steps, self._read_to = {}, {}
 
     def start(self):
         port = free_port()
@@ -68,12 +63,18 @@ class Job:
         return "\n".join(f"--- rank {rank}\n{self.log(rank)[-3000:]}" for rank in range(self.ep_size))
 
     def steps(self, rank):
-        """[(step, time, microseconds in agent.step, table digest, key text)] as logged so far."""
+        """[(step, time, microseconds in agent.step, table digest, key text)] as logged so far; cheap to ask again."""
         path = self.folder / f"steps-{rank}.log"
-        if not path.exists():
-            return []
-        lines = path.read_text().split("\n")[:-1]
-        return [(int(a), float(b), float(c), int(d), e) for a, b, c, d, e in (line.split() for line in lines)]
+        if path.exists():
+            known = self._steps.setdefault(rank, [])
+            with path.open("rb") as log:
+                log.seek(self._read_to.get(rank, 0))
+                whole, newline, _ = log.read().rpartition(b"\n")
+            self._read_to[rank] = self._read_to.get(rank, 0) + len(whole) + len(newline)
+            for line in whole.decode().split("\n") if newline else ():
+                a, b, c, d, e = line.split()
+                known.append((int(a), float(b), float(c), int(d), e))
+        return list(self._steps.get(rank, ()))
 
     def wait_step(self, step, limit_s=150.0):
         def reached():
@@ -93,15 +94,12 @@ class Job:
 
         wait_for(reached, limit_s, what)
 
-    def finish(self, limit_s=60.0):
+    def finish(self, limit_s=120.0):
         """Ask for the end (an endless job) and wait for it; exit statuses by rank."""
-        last = max((len(self.steps(rank)) for rank in range(self.ep_size)), default=0)
-        partial = self.stop_file.with_suffix(".partial")
-        partial.write_text(str(last + 150))
-        partial.rename(self.stop_file)
+        self.stop_file.touch()  # at which step is agreed among the ranks: support.job_end
         return self.wait(limit_s)
 
-    def wait(self, limit_s=60.0):
+    def wait(self, limit_s=120.0):
         return [process.wait(timeout=limit_s) for process in self.processes]
 
     def run_id(self):
@@ -156,4 +154,4 @@ class Job:
             if process.poll() is None:
                 os.kill(process.pid, signal.SIGCONT)
                 process.kill()
-                process.wait(timeout=10)
+                process.wait(timeout=60)

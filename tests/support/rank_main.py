@@ -26,6 +26,7 @@ from evenroute.eplb.placement import Placement
 from evenroute.eplb.topology import Topology
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.tables import DispatchTables
+from support.job_end import AgreedEnd
 
 
 class RankOptions(msgspec.Struct):
@@ -110,9 +111,8 @@ def run_steps(options, rank, agent, tables, counters, total, folder):
     log = (folder / f"steps-{rank}.log").open("w", buffering=1)
     (folder / f"run-{rank}.json").write_text(json.dumps({"run": agent.run, "pid": os.getpid()}))
     step = 0
-    stop = Path(options.until_file) if options.until_file else None
-    end = None
-    while step < options.steps if stop is None else step != end:
+    end = AgreedEnd(options.until_file, rank)
+    while not end.reached(step) and (options.until_file or step < options.steps):
         if rank == options.stuck_rank and step == options.stuck_at:
             time.sleep(options.stuck_s)
         began = time.perf_counter()
@@ -130,9 +130,6 @@ def run_steps(options, rank, agent, tables, counters, total, folder):
         if step >= options.uncounted_steps:
             total += counts
         step += 1
-        if stop is not None and end is None and stop.exists():
-            end = int(stop.read_text())  # far enough ahead that no rank has passed it
-            assert step < end
         time.sleep(options.step_s)
 
 

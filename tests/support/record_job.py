@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from support.control_plane import child_environment, wait_for
-from support.job import free_port
+from support.ports import free_port
 from support.record_rank import RecordOptions, is_counted
 
 
@@ -41,7 +41,7 @@ class RecordJob:
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
-                process.wait(timeout=10)
+                process.wait(timeout=60)
 
     def logs(self):
         return "\n".join((self.folder / f"rank-{r}.log").read_text()[-3000:] for r in range(self.ep_size))
@@ -64,12 +64,9 @@ class RecordJob:
 
         wait_for(reached, limit_s, f"step {target} on all ranks")
 
-    def finish(self, limit_s=60.0):
+    def finish(self, limit_s=120.0):
         """Have all ranks end at one step; their exit statuses."""
-        last = max(len(self.rows(rank)) for rank in range(self.ep_size)) + 100
-        partial = self.folder / "stop.partial"
-        partial.write_text(str(last))
-        partial.rename(self.folder / "stop")
+        (self.folder / "stop").touch()  # at which step is agreed among the ranks: support.job_end
         return [process.wait(timeout=limit_s) for process in self.processes]
 
     def routed(self, rank):

@@ -26,6 +26,7 @@ from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router
 from evenroute.routing.tables import DispatchTables
+from support.job_end import AgreedEnd
 
 
 class RecordOptions(msgspec.Struct):
@@ -68,11 +69,11 @@ def main() -> None:
         agent_config, placement=placement, tables=tables, counters=counters, ep_group=group
     )
     folder = Path(options.folder)
-    stop = folder / "stop"
-    end = step = 0
+    end = AgreedEnd(folder / "stop", rank)
+    step = 0
     slowest = 0.0
     with (folder / f"ids-{rank}.bin").open("wb") as ids_file, (folder / f"rows-{rank}.log").open("w") as rows:
-        while not end or step < end:
+        while not end.reached(step):
             generator = torch.Generator().manual_seed(1000 * step + rank)
             tokens = 0 if (step + rank) % 7 == 6 else options.tokens + step % 3  # idle steps, uneven ones
             began = time.perf_counter()
@@ -97,8 +98,6 @@ def main() -> None:
             rows.flush()
             ids_file.flush()
             step += 1
-            if not end and stop.exists():
-                end = int(stop.read_text())
             time.sleep(options.step_s)
     agent.close()
     (folder / f"slowest-{rank}").write_text(f"{slowest:.4f}")

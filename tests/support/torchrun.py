@@ -23,6 +23,13 @@ def start_torchrun(ranks: int, *words: str, script: Path | None = None) -> subpr
     )
 
 
+def end_group(process: subprocess.Popen[str]) -> None:
+    """Ends what is left of it, the ranks too: for a test that fails before `finish`."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(60)
+
+
 def finish(process: subprocess.Popen[str], limit_s: float) -> tuple[int, str, str]:
     """(exit status, stdout, stderr); kills the whole process group when the limit passes."""
     try:

@@ -93,7 +93,7 @@ def test_a_recorder_that_is_off_is_found(
 ) -> None:
     """U06: commands are answered but do nothing; the bridge says so, with the remedy."""
     with SglangStandIn(dumps, loads, mode=None) as server:
-        assert bridge(server, dumps, tmp_path / "x.json", "--timeout", 0.5) == 2
+        assert bridge(server, dumps, tmp_path / "x.json", "--timeout", 2) == 2
     error = capsys.readouterr().err
     assert "wrote no dump" in error
     assert "--expert-distribution-recorder-mode stat" in error

@@ -14,7 +14,7 @@ SMALL = ["--ranks", "2", "--layers", "2", "--experts", "16", "--slots", "20", "-
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "evenroute.tools", "bench", "migration", *SMALL, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
 def test_steps_and_damage_with_verification() -> None:

@@ -13,7 +13,7 @@ from evenroute.tools.errors import one_line_errors
 
 def evenroute(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "evenroute.tools", *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "evenroute.tools", *arguments], capture_output=True, text=True, timeout=180
     )
 
 
@@ -32,7 +32,7 @@ def test_help_of_a_command_does_not_import_torch() -> None:
         "print(sorted({'torch', 'triton', 'numba'} & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=True
     )
     assert done.stdout.strip() == "[]"
 

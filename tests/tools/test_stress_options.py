@@ -20,7 +20,7 @@ def stress(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "evenroute.tools", "stress", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
 
 
@@ -102,7 +102,7 @@ def test_its_own_rebalancer_is_refused_with_ranks_on_several_hosts(rank: str) ->
         [sys.executable, "-m", "evenroute.tools.stress", "--num-nodes", "2"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         env={**os.environ, **torchrun},
     )
     assert done.returncode == 2

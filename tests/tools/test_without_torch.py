@@ -56,13 +56,13 @@ def run(env: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[
         capture_output=True,
         text=True,
         env=env,
-        timeout=120,
+        timeout=180,
     )
 
 
 def test_the_block_holds(blocked: dict[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "import torch"], capture_output=True, text=True, env=blocked, timeout=60
+        [sys.executable, "-c", "import torch"], capture_output=True, text=True, env=blocked, timeout=180
     )
     assert done.returncode != 0
     assert "torch is blocked by the test" in done.stderr
@@ -81,7 +81,7 @@ def test_every_command_says_its_help(blocked: dict[str, str]) -> None:
         "assert not {'torch', 'triton', 'numba'} & set(sys.modules), 'heavy imports for a help text'\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=blocked, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, env=blocked, timeout=180
     )
     assert done.returncode == 0, done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines()} == set(command_names())
