@@ -33,6 +33,8 @@ COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "store_errors": ("Writes to the store that failed.", ()),
     "keys_refused": ("Connections turned away for an unknown key.", ()),
 }
+PLAN_ERRORS: Final = ("exception", "timeout", "crash", "garbage")
+PLACEMENT_RESULTS: Final = ("published", "unchanged", "not_worth_it", "refused", "not_kept")
 GAUGES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "up": ("1 while serving, 0 while waiting for ranks.", ()),
     "degraded": ("Number of reasons for which `evenroute status` says degraded.", ()),
@@ -80,26 +82,36 @@ def counter_values(status: Status) -> dict[str, list[tuple[tuple[str, ...], floa
     }
     rejected = ("decode", "content", "role", "other_job", "internal")
     found["messages_rejected"] = [((kind,), float(count.get(f"rejected_{kind}", 0))) for kind in rejected]
-    found["plans"] = [(("succeeded",), float(status.plans_succeeded))]
-    found["plans"] += [((kind,), float(number)) for kind, number in sorted(status.plan_errors.items())]
-    found["placements"] = [((result,), float(number)) for result, number in sorted(status.placements.items())]
+    plans = {"succeeded": status.plans_succeeded, **_from_zero(PLAN_ERRORS, status.plan_errors)}
+    found["plans"] = [((result,), float(number)) for result, number in plans.items()]
+    placements = _from_zero(PLACEMENT_RESULTS, status.placements)
+    found["placements"] = [((result,), float(number)) for result, number in placements.items()]
     return found
 
 
-def gauge_values(status: Status) -> dict[str, list[tuple[tuple[str, ...], float]]]:
-    """Each gauge's samples: label values and value; a gauge without data has none."""
+def _from_zero(known: tuple[str, ...], counted: dict[str, int]) -> dict[str, int]:
+    """A series that appears at 1 has not increased: Prometheus must have seen its 0, or the first is not alerted."""
+    return dict.fromkeys(known, 0) | dict(sorted(counted.items()))
+
+
+def gauge_values(status: Status, max_rank_silence_s: float) -> dict[str, list[tuple[tuple[str, ...], float]]]:
+    """Each gauge's samples: label values and value; a gauge without data has none.
+
+    A rank counts as heard that told something in the last `max_rank_silence_s` seconds, as for `degraded`.
+    """
 
     def one(value: float | None) -> list[tuple[tuple[str, ...], float]]:
         return [] if value is None else [((), float(value))]
 
     heard = [rank for rank in status.ranks if rank.heard_s_ago is not None]
+    lately = [rank for rank in heard if (rank.heard_s_ago or 0.0) <= max_rank_silence_s]
     return {
         "up": one(status.state == "serving"),
         "degraded": one(len(status.degraded)),
         "epoch": one(status.epoch),
         "version": one(status.version),
         "lag_seconds": one(status.lag_s),
-        "ranks": [(("expected",), float(status.ep_size)), (("heard",), float(len(heard)))],
+        "ranks": [(("expected",), float(status.ep_size)), (("heard",), float(len(lately)))],
         "rank_version": [((str(rank.rank),), float(rank.held[1])) for rank in heard],
         "rank_silence_seconds": [((str(rank.rank),), float(rank.heard_s_ago or 0.0)) for rank in heard],
         "rank_last_step": [
@@ -122,8 +134,9 @@ def gauge_values(status: Status) -> dict[str, list[tuple[tuple[str, ...], float]
 class StatusCollector(Collector):
     """Turns the last status into metric families at each scrape."""
 
-    def __init__(self, last_status: Callable[[], Status | None]) -> None:
+    def __init__(self, last_status: Callable[[], Status | None], max_rank_silence_s: float) -> None:
         self._last_status = last_status
+        self._max_rank_silence_s = max_rank_silence_s
 
     def collect(self) -> Iterable[Metric]:
         """All families; those without data yet have no sample."""
@@ -134,7 +147,7 @@ class StatusCollector(Collector):
             for values, value in counters.get(name, []):
                 counter.add_metric(values, value)
             yield counter
-        gauges = {} if status is None else gauge_values(status)
+        gauges = {} if status is None else gauge_values(status, self._max_rank_silence_s)
         for name, (text, labels) in GAUGES.items():
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=labels)
             for values, value in gauges.get(name, []):
@@ -145,9 +158,11 @@ class StatusCollector(Collector):
 class MetricsServer:
     """The scrape endpoint. OSError in one line when its address cannot be bound."""
 
-    def __init__(self, host: str, port: int, last_status: Callable[[], Status | None]) -> None:
+    def __init__(
+        self, host: str, port: int, last_status: Callable[[], Status | None], max_rank_silence_s: float
+    ) -> None:
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(StatusCollector(last_status))
+        registry.register(StatusCollector(last_status, max_rank_silence_s))
         try:
             served: tuple[WSGIServer, Thread] = start_http_server(port, addr=host, registry=registry)
         except OSError as error:

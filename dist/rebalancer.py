@@ -131,7 +131,12 @@ class Rebalancer:
         self._last_status = self._build_status(now)
         if settings.metrics_bind:
             metrics = parse_address(f"tcp://{settings.metrics_bind}", field="rebalancer.metrics_bind")
-            self._metrics = MetricsServer(metrics.host, metrics.port, lambda: self._last_status)
+            self._metrics = MetricsServer(
+                metrics.host,
+                metrics.port,
+                lambda: self._last_status,
+                settings.max_rank_silence_s,
+            )
 
     def _shape(self) -> JobShape:
         assert self.core.view is not None

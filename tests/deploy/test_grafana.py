@@ -6,9 +6,6 @@ import json
 import re
 import time
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,28 +13,10 @@ from evenroute.dist.messages import JobShape
 from evenroute.dist.metrics import COUNTERS, GAUGES, metric_names
 from evenroute.tools.bench_transport import SimulatedJob
 from support.control_plane import RebalancerProcess
+from support.dashboard import DASHBOARD, dashboard, queries
 
-DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana-dashboard.json"
 FLAGS = ["--interval", "3600", "--planner", "support.stub_planner:plan", "--metrics-bind", "127.0.0.1:0"]
 NAME = re.compile(r"evenroute_\w+")
-
-
-def dashboard() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(DASHBOARD.read_text())
-    return found
-
-
-def queries() -> Iterator[tuple[str, str, str]]:
-    """(panel title, expression, legend) of every query, annotations and variables included."""
-    board = dashboard()
-    for panel in board["panels"]:
-        for target in panel.get("targets", []):
-            yield panel["title"], target["expr"], target["legendFormat"]
-    for annotation in board["annotations"]["list"]:
-        yield annotation["name"], annotation["expr"], ""
-    for variable in board["templating"]["list"]:
-        if variable["type"] == "query":
-            yield variable["name"], variable["query"]["query"], ""
 
 
 @pytest.fixture(scope="module")

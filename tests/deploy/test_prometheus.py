@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 import yaml
 
 from evenroute.dist import metrics
 from support.deploy_files import DEPLOY, documents
+from support.fake_control import status
 from support.manifest_schemas import RULE_FILE, SCRAPE_FILE
 
 RULES = DEPLOY / "prometheus/evenroute.rules.yml"
@@ -71,6 +73,28 @@ def test_every_alert_has_a_runbook_entry_and_no_entry_is_left_over() -> None:
     assert sorted(entries) == sorted(RULE_IDS)
 
 
+def test_results_are_counted_from_zero_so_that_the_first_failure_is_an_increase() -> None:
+    nothing_yet = msgspec.structs.replace(status(), plan_errors={}, placements={})
+    counters = metrics.counter_values(nothing_yet)
+    for name, kinds in (("plans", metrics.PLAN_ERRORS), ("placements", metrics.PLACEMENT_RESULTS)):
+        samples = {labels[0]: value for labels, value in counters[name]}
+        assert kinds
+        assert {samples[kind] for kind in kinds} == {0.0}
+    failed = metrics.counter_values(msgspec.structs.replace(nothing_yet, plan_errors={"timeout": 3}))
+    assert (("timeout",), 3.0) in failed["plans"]
+
+
+def test_a_rank_that_falls_silent_is_no_longer_heard() -> None:
+    known = status(num_ranks=3)
+    ranks = [
+        msgspec.structs.replace(rank, heard_s_ago=ago)
+        for rank, ago in zip(known.ranks, (0.2, 11.0, None), strict=True)
+    ]
+    gauges = metrics.gauge_values(msgspec.structs.replace(known, ranks=ranks), max_rank_silence_s=10.0)
+    assert gauges["ranks"] == [(("expected",), 3.0), (("heard",), 1.0)]
+    assert [labels for labels, _ in gauges["rank_silence_seconds"]] == [("0",), ("1",)]
+
+
 def test_scrape_file() -> None:
     [content] = documents(SCRAPE.read_text())
     jsonschema.validate(content, SCRAPE_FILE)
@@ -86,6 +110,6 @@ def test_scrape_file() -> None:
 def test_promtool_agrees(arguments: list[str]) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
-        pytest.skip("promtool is not installed (Debian: prometheus)")
+        pytest.skip("promtool is not installed (.ci/fetch-tools build/tools, or Debian: prometheus)")
     done = subprocess.run([promtool, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
