@@ -33,8 +33,9 @@ def store_columns(
     logical,
     local,
     EMIT: tl.constexpr,
+    HUGE: tl.constexpr,
 ):
-    """Write one tile of columns in every wanted form; EMIT follows `OUTPUT_NAMES`."""
+    """Write one tile of columns in every wanted form; EMIT follows `OUTPUT_NAMES`. HUGE: weights may pass bf16."""
     weight = tl.where(valid, weight, 0.0)
     physical = tl.where(valid, physical, -1)
     if EMIT[0]:
@@ -49,6 +50,8 @@ def store_columns(
         # Round to nearest even by hand: weights are finite and not negative.
         bits = weight.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        if HUGE:
+            bits = tl.minimum(bits, 0x7F7F)
         tl.store(packed_ptr + index, (physical << 16) | bits, mask=mask)
     if EMIT[5]:
         tl.atomic_add(scratch_ptr + 1 + physical, 1, mask=mask & valid, sem="relaxed")

@@ -13,6 +13,8 @@ from evenroute.routing._deal import pick_slots
 from evenroute.routing._outputs import order_by_payload, publish_histogram, store_columns
 from evenroute.routing._scores import FLOAT_MAX, clean_logit, inverse_key, reciprocal, score_of
 
+HUGE_WEIGHT = tl.constexpr(2.0**120)
+HUGE_SHRINK = tl.constexpr(2.0**-8)
 INFINITY_IMAGE = tl.constexpr(-2139095041 + 2)  # key_image(-inf)
 
 
@@ -235,9 +237,16 @@ def route(
             weight = tl.where(usable, weight, 0.0)
     weight = tl.where(valid, weight, 0.0)
     if RENORMALIZE:
+        if MODE == "given":
+            # The sum of weights that large would be infinite: see `reference.finish_weights`.
+            shrink = tl.where(tl.max(weight, axis=0, keep_dims=True) >= HUGE_WEIGHT, HUGE_SHRINK, 1.0)
+            weight = weight * shrink
         total = tl.sum(weight, axis=0, keep_dims=True)
         if EPSILON > 0.0:
-            total = total + EPSILON
+            if MODE == "given":
+                total = total + EPSILON * shrink
+            else:
+                total = total + EPSILON
         else:
             total = tl.where(total > 0.0, total, 1.0)
         if MODE == "given":
@@ -291,6 +300,7 @@ def route(
         expert,
         here,
         EMIT,
+        MODE == "given" or SCALE > 1e15,
     )
     if S > 0:
         shared = tl.broadcast_to(tl.arange(0, SHARED_PAD)[:, None], [SHARED_PAD, ROWS])
@@ -313,6 +323,7 @@ def route(
             E + shared,
             LOCAL_SLOTS + shared,
             EMIT,
+            False,
         )
     if EMIT[5]:
         publish_histogram(histogram_ptr, scratch_ptr, BUCKETS, 128)

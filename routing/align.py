@@ -18,6 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from evenroute.routing.checks import ID_DTYPES, require_device, require_output, require_tensor
+from evenroute.routing.values import describe, require_choice, require_int
+
 INVALID = ("sentinel", "drop")
 BACKENDS = ("auto", "reference", "triton", "interpret")
 
@@ -51,9 +54,15 @@ class AlignBuffers:
     def allocate(
         cls, numel: int, block_size: int, num_experts: int, *, device: torch.device | str
     ) -> AlignBuffers:
-        """Buffers for `numel` = T * K ids; contents are undefined until a call fills them."""
+        """Buffers for `numel` = T * K ids; contents are undefined until a call fills them.
+
+        Raises ValueError for numbers out of range, or where there is no such device.
+        """
         from evenroute.routing.align_plan import plan_align
 
+        require_int("numel", numel, 0, _MAX_NUMEL)
+        _check_sizes(numel, block_size, num_experts)
+        device = require_device("device", device)
         capacity = align_capacity(numel, block_size, num_experts)
         scratch = plan_align(numel, num_experts).scratch_words(num_experts)
 
@@ -96,12 +105,13 @@ def moe_align_block_size(
 
     Raises ValueError for wrong shapes, dtypes and names.
     """
-    _check_arguments(ids, block_size, num_experts, invalid, slot_histogram, cumsum, inverse, backend)
+    _check_arguments(ids, block_size, num_experts, invalid, slot_histogram, cumsum, inverse, out)
+    require_choice("backend", backend, BACKENDS)
+    if backend == "triton" and not ids.is_cuda:
+        raise ValueError(f"backend='triton' needs CUDA tensors, ids lie on {ids.device}")
     numel = ids.numel()
     if out is None:
         out = AlignBuffers.allocate(numel, block_size, num_experts, device=ids.device)
-    else:
-        _check_buffers(out, numel, block_size, num_experts, ids.device)
     flat = ids.reshape(-1)
     if backend == "auto":
         backend = "triton" if ids.is_cuda else "reference"
@@ -144,7 +154,7 @@ def moe_align_block_size_torch(
     out: AlignBuffers | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same in plain torch: the path on CPU and the kernels' reference (`slot_histogram` is not needed here)."""
-    del slot_histogram
+    _check_arguments(ids, block_size, num_experts, invalid, slot_histogram, cumsum, inverse, out)
     numel = ids.numel()
     if out is None:
         out = AlignBuffers.allocate(numel, block_size, num_experts, device=ids.device)
@@ -175,6 +185,15 @@ def moe_align_block_size_torch(
     return out.sorted_ids, out.expert_ids, out.num_tokens_post_padded
 
 
+def _check_sizes(numel: int, block_size: int, num_experts: int) -> None:
+    require_int("block_size", block_size, 1)
+    require_int("num_experts", num_experts, 1, _MAX_BUCKETS - 1)
+    if max(numel, align_capacity(numel, block_size, num_experts)) > _MAX_NUMEL:
+        raise ValueError(
+            f"ids: {numel} ids in blocks of {block_size} need more than {_MAX_NUMEL} places (int32 indices)"
+        )
+
+
 def _check_arguments(
     ids: Tensor,
     block_size: int,
@@ -183,47 +202,35 @@ def _check_arguments(
     slot_histogram: Tensor | None,
     cumsum: Tensor | None,
     inverse: Tensor | None,
-    backend: str,
+    out: AlignBuffers | None,
 ) -> None:
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"ids: expected int32 or int64, found {ids.dtype}")
-    if block_size < 1:
-        raise ValueError(f"block_size: expected >= 1, found {block_size}")
-    if not 1 <= num_experts < _MAX_BUCKETS:
-        raise ValueError(f"num_experts: expected 1 to {_MAX_BUCKETS - 1}, found {num_experts}")
-    if invalid not in INVALID:
-        raise ValueError(f"invalid: expected one of {', '.join(INVALID)}, found {invalid!r}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, found {backend!r}")
-    if max(ids.numel(), align_capacity(ids.numel(), block_size, num_experts)) > _MAX_NUMEL:
-        raise ValueError(
-            f"ids: {ids.numel()} ids in blocks of {block_size} need more than {_MAX_NUMEL} places (int32 indices)"
-        )
+    require_tensor("ids", ids, dtypes=ID_DTYPES)
+    require_choice("invalid", invalid, INVALID)
+    numel, device = ids.numel(), ids.device
+    _check_sizes(numel, block_size, num_experts)
     for name, tensor, length in (
         ("slot_histogram", slot_histogram, num_experts),
         ("cumsum", cumsum, num_experts + 2),
-        ("inverse", inverse, ids.numel()),
+        ("inverse", inverse, numel),
     ):
-        if tensor is None:
-            continue
-        if tensor.dtype != torch.int32 or tensor.shape != (length,) or tensor.device != ids.device:
-            raise ValueError(
-                f"{name}: expected int32 [{length}] on {ids.device}, found {tensor.dtype} {list(tensor.shape)} "
-                f"on {tensor.device}"
-            )
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, found strides {tensor.stride()}")
+        if tensor is not None:
+            require_output(name, tensor, (length,), torch.int32, device)
+    if out is not None:
+        _check_buffers(out, numel, block_size, num_experts, device)
 
 
 def _check_buffers(
     out: AlignBuffers, numel: int, block_size: int, num_experts: int, device: torch.device
 ) -> None:
+    from evenroute.routing.align_plan import plan_align
+
+    if not isinstance(out, AlignBuffers):
+        raise ValueError(f"out must be an AlignBuffers, found {describe(out)}")
     capacity = align_capacity(numel, block_size, num_experts)
     wanted = {"sorted_ids": capacity, "expert_ids": -(-capacity // block_size), "num_tokens_post_padded": 1}
     for name, length in wanted.items():
-        tensor: Tensor = getattr(out, name)
-        if tensor.shape != (length,) or tensor.dtype != torch.int32 or tensor.device != device:
-            raise ValueError(
-                f"out.{name}: expected int32 [{length}] on {device}, found {tensor.dtype} "
-                f"{list(tensor.shape)} on {tensor.device}"
-            )
+        require_output(f"out.{name}", getattr(out, name), (length,), torch.int32, device)
+    needed = plan_align(numel, num_experts).scratch_words(num_experts)
+    if not isinstance(out.scratch, Tensor) or out.scratch.numel() < needed:
+        raise ValueError(f"out.scratch must hold {needed} int32, found {describe(out.scratch)}")
+    require_output("out.scratch", out.scratch, (out.scratch.numel(),), torch.int32, device)

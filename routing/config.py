@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
+
+from evenroute.routing.values import (
+    describe,
+    require_bool,
+    require_choice,
+    require_int,
+    require_number,
+)
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 TOPK_METHODS = ("greedy", "noaux_tc")
@@ -13,20 +19,6 @@ SHARED_MODES = ("global", "per_rank", "waterfill")
 COLUMN_ORDERS = ("key", "expert_id")
 MAX_EXPERTS = 2048
 MAX_TOP_K = 32
-
-
-def require_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError unless ``value`` is one of ``allowed``."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}")
-
-
-def _require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, found {value!r}")
-    if value < low or (high is not None and value > high):
-        bound = f">= {low}" if high is None else f"in [{low}, {high}]"
-        raise ValueError(f"{name} must be {bound}, found {value}")
 
 
 @dataclass(frozen=True)
@@ -69,30 +61,37 @@ class RouterConfig:
     column_order: str = "key"
 
     def __post_init__(self) -> None:
-        _require_int("num_experts", self.num_experts, 1, MAX_EXPERTS)
-        _require_int("top_k", self.top_k, 1)
-        _require_int("num_shared_experts", self.num_shared_experts, 0)
+        require_int("num_experts", self.num_experts, 1, MAX_EXPERTS)
+        require_int("top_k", self.top_k, 1)
+        require_int("num_shared_experts", self.num_shared_experts, 0)
         require_choice("scoring", self.scoring, SCORINGS)
         require_choice("topk_method", self.topk_method, TOPK_METHODS)
         require_choice("bias_domain", self.bias_domain, BIAS_DOMAINS)
         require_choice("shared_mode", self.shared_mode, SHARED_MODES)
         require_choice("column_order", self.column_order, COLUMN_ORDERS)
+        require_bool("renormalize", self.renormalize)
+        require_bool("apply_routed_scaling_factor", self.apply_routed_scaling_factor)
         self._check_groups()
         if self.top_k > MAX_TOP_K:
             raise ValueError(f"top_k must be in [1, {MAX_TOP_K}], found {self.top_k}")
         if self.top_k + self.num_shared_experts > 64:
             raise ValueError(f"num_shared_experts={self.num_shared_experts}: top_k + shared must be <= 64")
-        if not (math.isfinite(self.routed_scaling_factor) and self.routed_scaling_factor > 0):
-            raise ValueError(
-                f"routed_scaling_factor must be finite and > 0, found {self.routed_scaling_factor}"
-            )
-        if not (math.isfinite(self.renormalize_epsilon) and self.renormalize_epsilon >= 0):
-            raise ValueError(f"renormalize_epsilon must be finite and >= 0, found {self.renormalize_epsilon}")
-        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
-            raise ValueError(f"softcap must be finite and > 0, found {self.softcap}")
-        self._check_fp32()
+        self._check_numbers()
         if self.scoring != "softmax" and (self.softcap is not None or self.bias_domain != "logit"):
             raise ValueError(f"softcap and bias_domain need scoring='softmax', found {self.scoring!r}")
+
+    def _check_numbers(self) -> None:
+        require_number("routed_scaling_factor", self.routed_scaling_factor)
+        require_number("renormalize_epsilon", self.renormalize_epsilon)
+        if self.routed_scaling_factor <= 0:
+            raise ValueError(f"routed_scaling_factor must be > 0, found {self.routed_scaling_factor}")
+        if self.renormalize_epsilon < 0:
+            raise ValueError(f"renormalize_epsilon must be >= 0, found {self.renormalize_epsilon}")
+        if self.softcap is not None:
+            require_number("softcap", self.softcap)
+            if self.softcap <= 0:
+                raise ValueError(f"softcap must be > 0, found {self.softcap}")
+        self._check_fp32()
 
     def _check_fp32(self) -> None:
         """The arithmetic is fp32: a setting that is 0 or Inf there (or whose inverse is) would make NaN weights."""
@@ -108,8 +107,9 @@ class RouterConfig:
     def _check_groups(self) -> None:
         experts, groups, kept, top_k = self.num_experts, self.num_groups, self.topk_group, self.top_k
         for name in ("num_groups", "topk_group"):
-            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int):
-                raise ValueError(f"{name} must be an integer, found {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name} must be an integer, found {describe(value)}")
         rule = ""
         if groups < 1:
             rule = "num_groups must be >= 1"

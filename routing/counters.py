@@ -5,12 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from evenroute.routing.checks import require_device, require_tensor
+from evenroute.routing.config import MAX_EXPERTS
+from evenroute.routing.values import require_int
+
 GPU_COPIES = 32  # copies of the counts: programs spread over them, the reader sums them
 GPU_TICKET_COPIES = 8
 TICKET_STRIDE = 16  # int64 words: every ticket on a 128-byte line of its own
 # Tickets start again here: a multiple of 65535 (the weighted deal's period) and of 1 to 12 (the even deal's), and below
 # 2^31, so that a ticket does not reach the count before the next take.
 TICKET_PERIOD = 65535 * 27720
+MAX_LAYERS = 1 << 16
+MAX_COPIES = 1 << 10
 TICKET_BITS = 32  # a ticket word holds count << 32 | ticket: one atomic serves both
 
 
@@ -20,6 +26,9 @@ class ExpertCounters:
     On CUDA the counts exist in several copies so that atomics do not collide. The exact deal's ticket words hold a
     ticket in their low half (it survives `take`) and a count in their high half (`take` reads and clears it); they
     are allocated when the first router with exact tickets asks for them.
+
+    Raises:
+        ValueError: a number is out of range or no integer, or there is no such device.
 
     Attributes:
         counts   [L, copies, E] int32 on CUDA, int64 on CPU
@@ -35,13 +44,14 @@ class ExpertCounters:
         copies: int | None = None,
         ticket_copies: int | None = None,
     ) -> None:
-        if num_layers < 1 or num_logical_experts < 1:
-            raise ValueError(
-                f"num_layers={num_layers}, num_logical_experts={num_logical_experts}: both must be >= 1"
-            )
+        require_int("num_layers", num_layers, 1, MAX_LAYERS)
+        require_int("num_logical_experts", num_logical_experts, 1, MAX_EXPERTS)
+        for name, number in (("copies", copies), ("ticket_copies", ticket_copies)):
+            if number is not None:
+                require_int(name, number, 1, MAX_COPIES)
         self.num_layers = num_layers
         self.num_logical_experts = num_logical_experts
-        self.device = torch.device(device)
+        self.device = require_device("device", device)
         on_gpu = self.device.type == "cuda"
         self.copies = copies if copies is not None else (GPU_COPIES if on_gpu else 1)
         self.ticket_copies = (
@@ -49,17 +59,21 @@ class ExpertCounters:
         )
         self.ticket_stride = TICKET_STRIDE if on_gpu else 1
         dtype = torch.int32 if on_gpu else torch.int64
-        self.counts = torch.zeros(
-            (num_layers, self.copies, num_logical_experts), dtype=dtype, device=self.device
-        )
         self.tickets: Tensor | None = None
-        self._total = torch.zeros((num_layers, num_logical_experts), dtype=torch.int64, device=self.device)
+        with torch.inference_mode(False):  # made under it, they could not be updated outside
+            self.counts = torch.zeros(
+                (num_layers, self.copies, num_logical_experts), dtype=dtype, device=self.device
+            )
+            self._total = torch.zeros(
+                (num_layers, num_logical_experts), dtype=torch.int64, device=self.device
+            )
 
     def enable_tickets(self) -> Tensor:
         """Allocate the ticket words once; the pointer is stable from then on."""
         if self.tickets is None:
             shape = (self.num_layers, self.ticket_copies, self.num_logical_experts, self.ticket_stride)
-            self.tickets = torch.zeros(shape, dtype=torch.int64, device=self.device)
+            with torch.inference_mode(False):
+                self.tickets = torch.zeros(shape, dtype=torch.int64, device=self.device)
         return self.tickets
 
     def take(self, out: Tensor | None = None) -> Tensor:
@@ -69,12 +83,10 @@ class ExpertCounters:
         caller waits for an event before it reads. Without ``out`` a tensor on the counters' device is returned.
 
         Raises:
-            ValueError: ``out`` has another shape or dtype.
+            ValueError: ``out`` is no tensor, or has another shape or dtype.
         """
-        if out is not None and (out.shape != self._total.shape or out.dtype != torch.int64):
-            raise ValueError(
-                f"out must be int64 {list(self._total.shape)}, found {out.dtype} {list(out.shape)}"
-            )
+        if out is not None:
+            require_tensor("out", out, tuple(self._total.shape), dtypes=(torch.int64,))
         if self.device.type == "cuda":
             self._take_on_device()
         else:

@@ -11,15 +11,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evenroute.routing.config import require_choice
+from evenroute.routing.checks import require_tensor
 from evenroute.routing.output import RouteCall, RouteForm, RoutingOutput
 from evenroute.routing.tables import SPAN_COUNT_BITS, DispatchTables
 from evenroute.routing.ticket_sequence import TREE_REPLICAS
+from evenroute.routing.values import require_choice, require_int
 
 DISPATCH_MODES = ("static", "dynamic", "rank_invariant", "weighted")
 DEALS = ("exact", "hash")
 TOKEN_MODES = ("own", "shared")
 SHARE_TOTAL = 65535
+_LOAD_DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)
 _MASK32 = 0xFFFFFFFF
 # Odd multipliers of the hash's inputs; the finaliser is the published lowbias32.
 ROW_MULTIPLIER = 0x9E3779B1
@@ -160,6 +162,10 @@ def waterfill_ranks(load: Tensor, target: Tensor, num_tokens: int, ep_rank: int)
 
     Worked example: deficits [2, 0, 1] and 3 tokens on rank 2 -> [0, 2, 0] (after one token ranks 0 and 2 are level).
     """
+    require_tensor("load", load, ("R",), dtypes=_LOAD_DTYPES)
+    require_tensor("target", target, tuple(load.shape), dtypes=_LOAD_DTYPES, device=load.device)
+    require_int("num_tokens", num_tokens, 0)
+    require_int("ep_rank", ep_rank, 0, load.numel() - 1)
     deficit = (target - load).to(torch.int64)
     # Token j of rank r is taken at level deficit[r] - j: a merge of the ranks' descending levels.
     ranks = torch.arange(deficit.numel(), device=load.device)
@@ -171,6 +177,7 @@ def waterfill_ranks(load: Tensor, target: Tensor, num_tokens: int, ep_rank: int)
     return ranks[:, None].expand(-1, num_tokens).reshape(-1)[order]
 
 
+@torch.no_grad()
 def waterfill_columns(form: RouteForm, call: RouteCall, out: RoutingOutput, target: Tensor | None) -> None:
     """Move the shared columns of `out` to the ranks that `waterfill_ranks` names, in place and without a host sync.
 
@@ -181,10 +188,6 @@ def waterfill_columns(form: RouteForm, call: RouteCall, out: RoutingOutput, targ
     top_k, shared, ep_size = config.top_k, config.num_shared_experts, tables.topology.ep_size
     if call.num_tokens == 0:
         return
-    if not {"weights", "physical_ids"} <= set(form.emit) or out.packed_ids is not None:
-        raise ValueError(
-            "shared_mode='waterfill' rewrites weights and physical_ids: emit both, and no packed_ids"
-        )
     per_rank = form.slots_per_rank
     routed = out.physical_ids[:, :top_k].long()
     rank_of = torch.where(routed >= 0, routed // per_rank, ep_size).reshape(-1)
@@ -198,13 +201,15 @@ def waterfill_columns(form: RouteForm, call: RouteCall, out: RoutingOutput, targ
     columns = torch.arange(shared, device=routed.device)
     slots = ranks[:, None] * per_rank + tables.num_local_slots + columns
     slots = torch.where(live[:, None], slots, -1)
-    if out.slot_histogram is not None:
+    if "slot_histogram" in form.emit:
+        assert out.slot_histogram is not None
         moved = (out.physical_ids[:, top_k:].long(), slots)
         for ids, sign in zip(moved, (-1, 1), strict=True):
             bins = torch.where(ids >= 0, ids, 0).reshape(-1)
             amount = torch.where(ids >= 0, sign, 0).reshape(-1).to(torch.int32)
             out.slot_histogram.scatter_add_(0, bins, amount)
     out.physical_ids[:, top_k:] = slots
-    if out.local_ids is not None:
+    if "local_ids" in form.emit:
+        assert out.local_ids is not None
         local = slots - tables.ep_rank * per_rank
         out.local_ids[:, top_k:] = torch.where((local >= 0) & (local < per_rank), local, -1)

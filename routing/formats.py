@@ -17,23 +17,47 @@ import torch
 from torch import Tensor
 
 from evenroute.routing.align import moe_align_block_size
+from evenroute.routing.call_checks import require_layer, require_logits
+from evenroute.routing.checks import ID_DTYPES, WEIGHT_DTYPES, require_tensor
 from evenroute.routing.output import RoutingOutput
+from evenroute.routing.reference import bf16_bits
 from evenroute.routing.router import Router
 from evenroute.routing.tables import DispatchTables
+from evenroute.routing.values import require_instance, require_int
 
 FORMATS = ("standard", "packed", "ragged", "bypassed")
+_CALL_ARGUMENTS = tuple(Router.__call__.__kwdefaults__ or ())
 MAX_PACKED = 1 << 15
 """Physical ids that fit beside a weight of 16 bits and a sign."""
 
 
-def pack_ids(physical_ids: Tensor, weights: Tensor) -> Tensor:
-    """`physical_ids [T, C] int32`, `weights [T, C] fp32` -> `[T, C] int32`: id << 16 | bf16 bits of the weight."""
-    bits = weights.to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
-    return (physical_ids << 16) | bits
+def pack_ids(physical_ids: Tensor, weights: Tensor, *, num_buckets: int | None = None) -> Tensor:
+    """`physical_ids [T, C] int32`, `weights [T, C] fp32` -> `[T, C] int32`: id << 16 | bf16 bits of the weight.
+
+    Weights above the largest bf16 become that one. num_buckets: the ids are known to lie in [-1, num_buckets); without
+    it they are looked at, for which the host waits if they lie on a GPU.
+
+    Raises:
+        ValueError: ids are no integers or do not fit in 15 bits (-1 for none), weights are of another form.
+    """
+    require_tensor("physical_ids", physical_ids, dtypes=ID_DTYPES)
+    shape, device = tuple(physical_ids.shape), physical_ids.device
+    require_tensor("weights", weights, shape, dtypes=WEIGHT_DTYPES, device=device)
+    if num_buckets is not None:
+        require_int("num_buckets", num_buckets, 1, MAX_PACKED)
+    elif physical_ids.numel():
+        least, most = (int(bound) for bound in physical_ids.aminmax())
+        if least < -1 or most >= MAX_PACKED:
+            raise ValueError(
+                f"physical_ids must lie in [-1, {MAX_PACKED}) to be packed, found {least} to {most}"
+            )
+    with torch.no_grad():
+        return (physical_ids.to(torch.int32) << 16) | bf16_bits(weights.float()).to(torch.int32)
 
 
 def unpack_ids(packed_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """`[T, C] int32` -> (weights fp32, physical_ids int32), -1 and 0 in padding rows."""
+    """`[T, C] int32` -> (weights fp32, physical_ids int32), -1 and 0 in padding rows; ValueError for another dtype."""
+    require_tensor("packed_ids", packed_ids, dtypes=(torch.int32,))
     # The low half as a signed 16-bit number, as int16 wants it.
     bits = ((packed_ids << 16) >> 16).to(torch.int16)
     return bits.view(torch.bfloat16).float(), packed_ids >> 16
@@ -57,14 +81,15 @@ class PackedRouting:
         Raises:
             ValueError: ids or weights were not emitted, or ids need more than 15 bits.
         """
+        require_instance("output", output, RoutingOutput)
         packed = output.packed_ids
-        if packed is None:
+        if packed is None or "packed_ids" not in output.emitted:
             _require_emitted("packed", output)
             if output.num_buckets > MAX_PACKED:
                 raise ValueError(
                     f"packed: ids hold 15 bits of slot, found {output.num_buckets} physical ids (allowed {MAX_PACKED})"
                 )
-            packed = pack_ids(output.physical_ids, output.weights)
+            packed = pack_ids(output.physical_ids, output.weights, num_buckets=output.num_buckets)
         return cls(
             packed,
             output.top_k,
@@ -108,6 +133,9 @@ class RaggedRouting:
         Raises:
             ValueError: ids or weights were not emitted, or `num_buckets` is another number: choices would get lost.
         """
+        require_instance("output", output, RoutingOutput)
+        if num_buckets is not None:
+            require_int("num_buckets", num_buckets, 1)
         if num_buckets not in (None, output.num_buckets):
             raise ValueError(f"num_buckets={num_buckets}: the output has {output.num_buckets} physical ids")
         num_buckets = output.num_buckets
@@ -120,7 +148,7 @@ class RaggedRouting:
             1,
             num_buckets,
             invalid="drop",
-            slot_histogram=output.slot_histogram,
+            slot_histogram=output.slot_histogram if "slot_histogram" in output.emitted else None,
             cumsum=bounds,
             inverse=scatter,
             backend=backend,
@@ -171,8 +199,14 @@ class BypassedRouting:
         """`arguments`: further ones of `Router.__call__`, for `to_standard`. Reads the tables: not in a captured step.
 
         Raises:
-            ValueError: the layer's placement is not trivial.
+            ValueError: the layer's placement is not trivial, or the router would not take these logits or arguments.
         """
+        require_instance("router", router, Router)
+        require_layer(layer, router.tables.num_layers)
+        require_logits(router.form, logits)
+        for name in arguments:
+            if name not in _CALL_ARGUMENTS:
+                raise ValueError(f"{name} is not one of a call's arguments: {', '.join(_CALL_ARGUMENTS)}")
         require_trivial(router.tables, layer)
         return cls(router, logits, layer, hidden_states, arguments)
 
@@ -183,6 +217,8 @@ class BypassedRouting:
 
 def require_trivial(tables: DispatchTables, layer: int) -> None:
     """Raise ValueError, with the reason, unless slot p of the layer holds expert p and there are no other slots."""
+    require_instance("tables", tables, DispatchTables)
+    require_layer(layer, tables.num_layers)
     if tables.num_slots != tables.num_logical_experts:
         raise ValueError(
             f"bypassed: layer {layer} has {tables.num_slots} slots for {tables.num_logical_experts} experts; a "
@@ -199,12 +235,13 @@ def require_trivial(tables: DispatchTables, layer: int) -> None:
 
 
 def _require_emitted(name: str, output: RoutingOutput) -> None:
-    """Raise ValueError where the router's `emit` left out weights or physical ids: they have no rows then."""
-    given = (output.weights, output.physical_ids, output.logical_ids, output.local_ids, output.packed_ids)
-    rows = max(len(tensor) for tensor in given if tensor is not None)
+    """Raise ValueError where the router's `emit` left out weights or physical ids."""
     for field in ("weights", "physical_ids"):
-        if len(getattr(output, field)) != rows:
+        if field not in output.emitted:
             raise ValueError(f"{name}: needs {field}, which the router's emit leaves out")
+    if output.weights.shape != output.physical_ids.shape:
+        shapes = f"{list(output.weights.shape)} and {list(output.physical_ids.shape)}"
+        raise ValueError(f"{name}: weights and physical_ids must have one shape, found {shapes}")
 
 
 def _standard(
@@ -222,4 +259,7 @@ def _standard(
         routed_scaling_factor=form.routed_scaling_factor,
         scaling_applied=form.scaling_applied,
         num_buckets=form.num_buckets,
+        emitted=("weights", "physical_ids")
+        if packed_ids is None
+        else ("weights", "physical_ids", "packed_ids"),
     )

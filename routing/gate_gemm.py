@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from evenroute.routing.call_checks import check_call
+from evenroute.routing.checks import WEIGHT_DTYPES, fits, require_tensor
 from evenroute.routing.dispatch import waterfill_columns
 from evenroute.routing.launch_plan import supports_groups
-from evenroute.routing.output import RouteCall, RoutingOutput
+from evenroute.routing.output import RouteCall, RoutingOutput, allocate_output
 from evenroute.routing.route_reference import route_reference
-from evenroute.routing.router import BACKENDS, Router, check_call
+from evenroute.routing.router import BACKENDS, Router, require_interpreter
+from evenroute.routing.values import require_bool, require_choice, require_instance, require_int
 
 MAX_FUSED_TOKENS = 128  # the crossover: see `GateRouter`
+MAX_HIDDEN_SIZE = 1 << 20
 GATE_DTYPES = (torch.bfloat16, torch.float16)
 
 _COLUMNS = 32  # of a tile
@@ -60,7 +64,11 @@ def summation_error(hidden: Tensor, gate_weight: Tensor, slice_length: int | Non
     largest, which is at most m = sum |x_i w_i|. A slice of n products takes n / 16 such steps; adding the slices
     rounds once each. So |error| <= (17 n / 16 + slices) * 2^-23 * m.
     """
+    require_tensor("hidden", hidden, ("T", "H"), dtypes=GATE_DTYPES)
     length = hidden.shape[1]
+    require_tensor("gate_weight", gate_weight, ("E", length), dtypes=GATE_DTYPES, device=hidden.device)
+    if slice_length is not None:
+        require_int("slice_length", slice_length, 1)
     n = length if slice_length is None else slice_length
     steps = 17 * -(-n // 16) + -(-length // n)
     return steps * 2.0**-23 * (hidden.double().abs() @ gate_weight.double().abs().T)
@@ -97,16 +105,23 @@ class GateRouter:
         backend: str | None = None,
         pdl: bool = False,
     ) -> None:
+        require_instance("router", router, Router)
         if router.custom_routing_function is not None:
             raise ValueError(
                 "custom_routing_function: needs logits, the gate's stay on the chip; call the router"
             )
-        if hidden_size < 1:
-            raise ValueError(f"hidden_size: expected >= 1, found {hidden_size}")
-        if not 0 <= max_fused_tokens <= MAX_FUSED_TOKENS:
-            raise ValueError(f"max_fused_tokens: expected 0 to {MAX_FUSED_TOKENS}, found {max_fused_tokens}")
-        if backend is not None and backend not in BACKENDS:
-            raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, found {backend!r}")
+        require_int("hidden_size", hidden_size, 1, MAX_HIDDEN_SIZE)
+        require_int("max_fused_tokens", max_fused_tokens, 0, MAX_FUSED_TOKENS)
+        require_bool("pdl", pdl)
+        if backend is not None:
+            require_choice("backend", backend, BACKENDS)
+        cuda = router.tables.device.type == "cuda"
+        if backend == "triton" and not cuda:
+            raise ValueError(f"backend='triton' needs CUDA tensors, the tables lie on {router.tables.device}")
+        if backend == "interpret":
+            require_interpreter(router.tables.device)
+        if backend in ("triton", "interpret") and router.backend == "reference":
+            raise ValueError(f"backend={backend!r} needs a router with a kernel, found backend='reference'")
         self.router = router
         self.hidden_size = hidden_size
         self.backend = router.backend if backend in (None, "auto") else backend
@@ -120,9 +135,10 @@ class GateRouter:
         experts = router.config.num_experts
         plan = plan_gate(experts, hidden_size, MAX_FUSED_TOKENS, self.num_processors)
         rows = MAX_FUSED_TOKENS if self.max_fused_tokens else 0
-        self._partials = torch.empty((plan.parts, rows, experts), dtype=torch.float32, device=device)
-        self._logits = torch.empty((rows, experts), dtype=torch.float32, device=device)
-        self._barrier = torch.zeros(1, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):
+            self._partials = torch.empty((plan.parts, rows, experts), dtype=torch.float32, device=device)
+            self._logits = torch.empty((rows, experts), dtype=torch.float32, device=device)
+            self._barrier = torch.zeros(1, dtype=torch.int64, device=device)
 
     def __call__(
         self,
@@ -164,9 +180,9 @@ class GateRouter:
             row_offset=row_offset,
             count=count,
         )
-        call = replace(call, num_tokens=check_call(router.form, call))
+        check_call(router.form, call, waterfill_target, out)
         if out is None:
-            out = router.allocate(tokens)
+            out = allocate_output(router.form, tokens, router.tables.device)
         if fused:
             phases = ("both",) if self.backend == "triton" else ("gemm", "route")
             for phase in phases:
@@ -183,6 +199,7 @@ class GateRouter:
 
     def fuses(self, num_tokens: int) -> bool:
         """Whether a batch of T rows takes the one launch."""
+        require_int("num_tokens", num_tokens, 0)
         if not 0 < num_tokens <= self.max_fused_tokens:
             return False
         plan = plan_gate(self.router.config.num_experts, self.hidden_size, num_tokens, self.num_processors)
@@ -192,6 +209,7 @@ class GateRouter:
         self, phase: str, hidden: Tensor, gate_weight: Tensor, call: RouteCall, out: RoutingOutput
     ) -> None:
         """Enqueue "both" phases as one launch, or "gemm" or "route" alone (tests, benchmarks, the interpreter)."""
+        require_choice("phase", phase, ("both", "gemm", "route"))
         import triton.language as tl
 
         from evenroute.routing import _gate_gemm_kernel as kernels
@@ -257,24 +275,21 @@ class GateRouter:
         )
 
     def _check(self, hidden: Tensor, gate_weight: Tensor) -> None:
-        experts = self.router.config.num_experts
-        if hidden.dim() != 2 or hidden.shape[1] != self.hidden_size:
-            raise ValueError(f"hidden: expected shape [T, {self.hidden_size}], found {list(hidden.shape)}")
-        if gate_weight.shape != (experts, self.hidden_size):
-            raise ValueError(
-                f"gate_weight: expected shape [{experts}, {self.hidden_size}], found {list(gate_weight.shape)}"
-            )
-        if hidden.dtype not in GATE_DTYPES or gate_weight.dtype != hidden.dtype:
-            raise ValueError(
-                "hidden, gate_weight: expected bfloat16 or float16, both the same, found "
-                f"{hidden.dtype} and {gate_weight.dtype}"
-            )
+        experts, device = self.router.config.num_experts, self.router.form.seed.device
+        if not fits(gate_weight, (experts, self.hidden_size), GATE_DTYPES, device):
+            shape = (experts, self.hidden_size)
+            require_tensor("gate_weight", gate_weight, shape, dtypes=GATE_DTYPES, device=device)
+        require_tensor("hidden", hidden, ("T", self.hidden_size), dtypes=(gate_weight.dtype,), device=device)
         if gate_weight.stride(1) != 1:
             raise ValueError(f"gate_weight: expected contiguous rows, found strides {gate_weight.stride()}")
 
 
+@torch.no_grad()
 def gate_logits(hidden: Tensor, gate_weight: Tensor) -> Tensor:
-    """`hidden [T, H] @ gate_weight [E, H].T` in fp32, [T, E]."""
+    """`hidden [T, H] @ gate_weight [E, H].T` in fp32, [T, E]; ValueError where they do not fit."""
+    require_tensor("hidden", hidden, ("T", "H"), dtypes=WEIGHT_DTYPES)
+    shape = ("E", hidden.shape[1])
+    require_tensor("gate_weight", gate_weight, shape, dtypes=(hidden.dtype,), device=hidden.device)
     if hidden.is_cuda:
         return torch.mm(hidden, gate_weight.t(), out_dtype=torch.float32)
     return hidden.float() @ gate_weight.float().t()

@@ -5,13 +5,17 @@ Importing this registers `torch.ops.evenroute.route`, `.gate_route` and `.align`
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from evenroute.routing.call_checks import MAX_ROW_OFFSET
 from evenroute.routing.gate_gemm import GateRouter
 from evenroute.routing.library_ops import Outputs, register
 from evenroute.routing.output import RoutingOutput
 from evenroute.routing.router import Router
+from evenroute.routing.values import describe, require_bool, require_instance, require_int
 
 
 class _Compiled:
@@ -44,7 +48,18 @@ class _Compiled:
             routed_scaling_factor=self.factor,
             scaling_applied=self.applied,
             num_buckets=self.num_buckets,
+            emitted=self.emit,
         )
+
+
+def _require_types(tensors: dict[str, Any], layer: Any, row_offset: Any, count: Any) -> None:
+    """What the operator's schema would refuse in words of its own; the router checks the rest."""
+    for name, value in tensors.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, found {describe(value)}")
+    require_int("layer", layer, 0)
+    require_int("row_offset", row_offset, 0, MAX_ROW_OFFSET - 1)
+    require_bool("count", count)
 
 
 class CompiledRouter(_Compiled):
@@ -55,6 +70,7 @@ class CompiledRouter(_Compiled):
     """
 
     def __init__(self, router: Router) -> None:
+        require_instance("router", router, Router)
         super().__init__(router, router)
 
     def __call__(
@@ -74,6 +90,23 @@ class CompiledRouter(_Compiled):
         count: bool = True,
         waterfill_target: Tensor | None = None,
     ) -> RoutingOutput:
+        _require_types(
+            {
+                "logits": logits,
+                "num_valid_tokens": num_valid_tokens,
+                "bias": bias,
+                "marked_bias": marked_bias,
+                "token_marker": token_marker,
+                "logical_ids": logical_ids,
+                "weights": weights,
+                "expert_ids_by_token": expert_ids_by_token,
+                "token_ids": token_ids,
+                "waterfill_target": waterfill_target,
+            },
+            layer,
+            row_offset,
+            count,
+        )
         outputs = torch.ops.evenroute.route(
             logits,
             logical_ids,
@@ -101,6 +134,7 @@ class CompiledGateRouter(_Compiled):
     """`GateRouter.__call__` (without `out` and token-id tables) as one operator in a compiled graph."""
 
     def __init__(self, gate: GateRouter) -> None:
+        require_instance("gate", gate, GateRouter)
         super().__init__(gate.router, gate)
 
     def __call__(
@@ -117,6 +151,21 @@ class CompiledGateRouter(_Compiled):
         count: bool = True,
         waterfill_target: Tensor | None = None,
     ) -> RoutingOutput:
+        for name, value in (("hidden", hidden), ("gate_weight", gate_weight)):
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name} must be a torch.Tensor, found {describe(value)}")
+        _require_types(
+            {
+                "num_valid_tokens": num_valid_tokens,
+                "bias": bias,
+                "marked_bias": marked_bias,
+                "token_marker": token_marker,
+                "waterfill_target": waterfill_target,
+            },
+            layer,
+            row_offset,
+            count,
+        )
         outputs = torch.ops.evenroute.gate_route(
             hidden,
             gate_weight,

@@ -28,6 +28,7 @@ class RoutingOutput:
         slot_histogram [buckets] int32: how often each physical id occurs in this batch.
         scaling_applied: True if the weights carry `routed_scaling_factor`; else the consumer multiplies by it.
         num_buckets: number of physical ids, shared slots included.
+        emitted: which of `OUTPUT_NAMES` hold this batch.
     """
 
     weights: Tensor
@@ -41,6 +42,7 @@ class RoutingOutput:
     routed_scaling_factor: float
     scaling_applied: bool
     num_buckets: int
+    emitted: tuple[str, ...] = DEFAULT_EMIT
 
 
 @dataclass(frozen=True)
@@ -128,4 +130,5 @@ def allocate_output(form: RouteForm, num_tokens: int, device: torch.device) -> R
         routed_scaling_factor=form.config.routed_scaling_factor,
         scaling_applied=form.config.apply_routed_scaling_factor,
         num_buckets=form.num_buckets,
+        emitted=form.emit,
     )

@@ -33,7 +33,8 @@ _TABLE_COLUMNS = (
 def route_kernel(form: RouteForm, call: RouteCall, out: RoutingOutput, *, pdl: bool = False) -> RoutingOutput:
     """Route one batch into `out` with one launch (none for an empty batch)."""
     if call.num_tokens == 0:
-        if out.slot_histogram is not None:
+        if "slot_histogram" in form.emit:
+            assert out.slot_histogram is not None
             out.slot_histogram.zero_()
         return out
     if call.given_ids is None and call.expert_ids_by_token is None and not supports_groups(form.config):
@@ -43,6 +44,7 @@ def route_kernel(form: RouteForm, call: RouteCall, out: RoutingOutput, *, pdl: b
     return out
 
 
+@torch.no_grad()
 def choose_on_host_path(config: RouterConfig, call: RouteCall) -> RouteCall:
     """More than 32 groups: the choice in torch operations on the device, the rest in the kernel."""
     assert call.logits is not None
@@ -58,6 +60,11 @@ def choose_on_host_path(config: RouterConfig, call: RouteCall) -> RouteCall:
         row_offset=call.row_offset,
         count=call.count,
     )
+
+
+def _bias(tensor: Tensor) -> Tensor:
+    """A bias as kernels take it: rows contiguous, and of 16 bits at least (no bits are lost)."""
+    return _rows_contiguous(tensor if tensor.element_size() > 1 else tensor.float())
 
 
 def _rows_contiguous(tensor: Tensor) -> Tensor:
@@ -77,7 +84,7 @@ def launch_arguments(
         mode = "table"
     unused = form.seed
     logits = unused if call.logits is None else _rows_contiguous(call.logits)
-    bias = unused if call.bias is None else _rows_contiguous(call.bias)
+    bias = unused if call.bias is None else _bias(call.bias)
     marker = call.token_marker
     if marker is not None and marker.dtype == torch.bool:
         marker = marker.view(torch.uint8)
@@ -87,7 +94,7 @@ def launch_arguments(
     ticket_copies = counters.ticket_copies if call.num_tokens > EXACT_ROWS and not form.weighted else 1
     buckets = form.num_buckets
     scratch = unused
-    if out.slot_histogram is not None:
+    if "slot_histogram" in form.emit:
         scratch = form.histogram_scratch()
 
     def given(tensor: Tensor | None) -> Tensor:
@@ -105,7 +112,7 @@ def launch_arguments(
         tickets,
         logits,
         bias,
-        given(call.marked_bias),
+        unused if call.marked_bias is None else _bias(call.marked_bias),
         given(marker),
         given(call.given_ids),
         given(call.given_weights),
@@ -118,7 +125,7 @@ def launch_arguments(
         0 if call.logits is None else logits.stride(0),
         bias.stride(0) if call.bias is not None and call.bias.dim() == 2 else 0,
         0 if call.expert_ids_by_token is None else call.expert_ids_by_token.shape[0],
-        call.row_offset,
+        _signed32(call.row_offset & 0xFFFFFFFF),  # the hash takes rows modulo 2**32
         _signed32(hash_salt(form.form, tables.ep_rank)),
         tables.ep_rank,
     ]

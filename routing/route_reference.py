@@ -15,6 +15,7 @@ from evenroute.routing.dispatch import (
 )
 from evenroute.routing.output import RouteCall, RouteForm, RoutingOutput
 from evenroute.routing.reference import (
+    bf16_bits,
     finish_weights,
     gather_scores,
     score_experts,
@@ -23,6 +24,7 @@ from evenroute.routing.reference import (
 )
 
 
+@torch.no_grad()
 def route_reference(form: RouteForm, call: RouteCall, out: RoutingOutput) -> RoutingOutput:
     """Route one batch into `out`; counts and tickets are updated as the kernel does."""
     config = form.config
@@ -112,10 +114,12 @@ def _store(
         out.weights.copy_(weights)
     if "physical_ids" in form.emit:
         out.physical_ids.copy_(physical)
-    if out.logical_ids is not None:
+    if "logical_ids" in form.emit:
+        assert out.logical_ids is not None
         logical = torch.cat((ids, (config.num_experts + shared_range).expand(columns)), dim=1)
         out.logical_ids.copy_(torch.where(valid, logical, -1))
-    if out.local_ids is not None:
+    if "local_ids" in form.emit:
+        assert out.local_ids is not None
         local = physical - tables.ep_rank * per_rank
         here = valid & (local >= 0) & (local < per_rank)
         if config.shared_mode == "global":
@@ -123,8 +127,9 @@ def _store(
             local[:, config.top_k :] = local_slots + shared_range
             here[:, config.top_k :] = valid[:, config.top_k :]
         out.local_ids.copy_(torch.where(here, local, -1))
-    if out.packed_ids is not None:
-        bits = weights.to(torch.bfloat16).view(torch.int16).long() & 0xFFFF
-        out.packed_ids.copy_((physical << 16) | bits)
-    if out.slot_histogram is not None:
+    if "packed_ids" in form.emit:
+        assert out.packed_ids is not None
+        out.packed_ids.copy_((physical << 16) | bf16_bits(weights))
+    if "slot_histogram" in form.emit:
+        assert out.slot_histogram is not None
         out.slot_histogram.copy_(torch.bincount(physical[physical >= 0], minlength=form.num_buckets))

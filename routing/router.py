@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from evenroute.routing.config import RouterConfig, require_choice
+from evenroute.routing.call_checks import check_call, num_rows, require_logits
+from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.dispatch import resolve_dispatch, waterfill_columns
 from evenroute.routing.output import (
@@ -21,9 +23,9 @@ from evenroute.routing.output import (
 )
 from evenroute.routing.route_reference import route_reference
 from evenroute.routing.tables import DispatchTables
+from evenroute.routing.values import describe, require_bool, require_choice, require_instance, require_int
 
 BACKENDS = ("auto", "reference", "triton", "interpret")
-LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # (logits [T, E], top_k, renormalize) -> (weights [T, K], logical ids [T, K])
 CustomRouting = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
@@ -61,9 +63,17 @@ class Router:
         custom_routing_function: CustomRouting | None = None,
         pdl: bool = False,
     ) -> None:
+        require_instance("config", config, RouterConfig)
+        require_instance("tables", tables, DispatchTables)
+        if counters is not None:
+            require_instance("counters", counters, ExpertCounters)
         require_choice("backend", backend, BACKENDS)
-        for name in emit:
-            require_choice("emit", name, OUTPUT_NAMES)
+        require_bool("pdl", pdl)
+        if custom_routing_function is not None and not callable(custom_routing_function):
+            raise ValueError(
+                f"custom_routing_function must be callable, found {describe(custom_routing_function)}"
+            )
+        emit = _checked_emit(emit, config)
         self.dispatch, form = resolve_dispatch(dispatch, deal, tokens)
         if tables.num_logical_experts != config.num_experts:
             raise ValueError(
@@ -71,10 +81,12 @@ class Router:
             )
         if counters is None:
             counters = ExpertCounters(tables.num_layers, config.num_experts, device=tables.device)
-        mine = (tables.num_layers, config.num_experts, tables.device.type)
-        found = (counters.num_layers, counters.num_logical_experts, counters.device.type)
+        mine = (tables.num_layers, config.num_experts, tables.storage.device)
+        found = (counters.num_layers, counters.num_logical_experts, counters.counts.device)
         if mine != found:
-            raise ValueError(f"counters have (layers, experts, device) {found}, the tables {mine}")
+            raise ValueError(
+                f"counters have (layers, experts, device) {_words(found)}, the tables {_words(mine)}"
+            )
         per_rank = config.num_shared_experts > 0 and config.shared_mode != "global"
         if tokens == "shared" and per_rank:
             raise ValueError(
@@ -89,24 +101,31 @@ class Router:
             backend = "triton" if tables.device.type == "cuda" else "reference"
         if backend == "triton" and tables.device.type != "cuda":
             raise ValueError(f"backend='triton' needs CUDA tensors, the tables lie on {tables.device}")
-        seed = torch.zeros(1, dtype=torch.int32, device=tables.device)
+        if backend == "interpret":
+            require_interpreter(tables.device)
+        with torch.inference_mode(False):  # made under it, the seed could not be set outside
+            seed = torch.zeros(1, dtype=torch.int32, device=tables.device)
         self.config, self.tables, self.counters = config, tables, counters
         self.tokens, self.backend, self.pdl = tokens, backend, pdl
         self.custom_routing_function = custom_routing_function
-        self.form = RouteForm(config, tables, counters, form, self.dispatch == "weighted", tuple(emit), seed)
+        self.form = RouteForm(config, tables, counters, form, self.dispatch == "weighted", emit, seed)
         if "slot_histogram" in emit and backend != "reference":
-            scratch = torch.zeros(1 + self.form.num_buckets, dtype=torch.int32, device=tables.device)
+            with torch.inference_mode(False):
+                scratch = torch.zeros(1 + self.form.num_buckets, dtype=torch.int32, device=tables.device)
             self.form = replace(self.form, scratch=scratch)
         if "packed_ids" in emit and self.form.num_buckets > 1 << 15:
             raise ValueError(f"packed_ids hold 15 bits of slot, this placement has {self.form.num_buckets}")
 
     def set_seed(self, seed: int) -> None:
         """Seed of the hash deal, read on the device by every later launch (captured ones too)."""
+        require_int("seed", seed, -(1 << 63), (1 << 63) - 1)
         self.form.seed.fill_(seed & 0x7FFFFFFF)
 
     def allocate(self, num_tokens: int) -> RoutingOutput:
         """Output buffers to pass as ``out``: captured steps then allocate nothing."""
-        return allocate_output(self.form, num_tokens, self.tables.device)
+        require_int("num_tokens", num_tokens, 0)
+        with torch.inference_mode(False):  # made under it, they could not be written outside
+            return allocate_output(self.form, num_tokens, self.tables.device)
 
     def __call__(
         self,
@@ -140,33 +159,32 @@ class Router:
         waterfill_target  [R] slots that each rank should have; default: the mean, shared columns included
         out               buffers from `allocate`
 
+        No gradient flows through: inputs may require one, results do not. Checks look at attributes alone.
+
         Raises:
-            ValueError: shapes, dtypes or devices do not fit.
+            ValueError: types, shapes, dtypes or devices do not fit, or arguments contradict each other.
         """
         if self.custom_routing_function is not None and logical_ids is None:
-            if logits is None:
-                raise ValueError("logits=None: custom_routing_function needs them")
-            weights, logical_ids = self.custom_routing_function(
-                logits, self.config.top_k, self.config.renormalize
-            )
+            weights, logical_ids = self._custom_choice(logits, weights, expert_ids_by_token)
+        # Positional: this call is the host's part of a launch, in microseconds.
         call = RouteCall(
-            num_tokens=0,
-            layer=layer,
-            logits=logits if logical_ids is None else None,
-            bias=bias,
-            marked_bias=marked_bias,
-            token_marker=token_marker,
-            given_ids=logical_ids,
-            given_weights=weights,
-            expert_ids_by_token=expert_ids_by_token,
-            token_ids=token_ids,
-            num_valid_tokens=num_valid_tokens,
-            row_offset=row_offset,
-            count=count,
+            num_rows(logits, logical_ids),
+            layer,
+            logits if logical_ids is None else None,
+            bias,
+            marked_bias,
+            token_marker,
+            logical_ids,
+            weights,
+            expert_ids_by_token,
+            token_ids,
+            num_valid_tokens,
+            row_offset,
+            count,
         )
-        call = replace(call, num_tokens=check_call(self.form, call))
+        check_call(self.form, call, waterfill_target, out)
         if out is None:
-            out = self.allocate(call.num_tokens)
+            out = allocate_output(self.form, call.num_tokens, self.tables.device)
         if self.backend == "reference":
             route_reference(self.form, call, out)
         else:
@@ -177,60 +195,47 @@ class Router:
             waterfill_columns(self.form, call, out, waterfill_target)
         return out
 
+    def _custom_choice(self, logits: Any, weights: Any, table: Any) -> tuple[Tensor, Tensor]:
+        assert self.custom_routing_function is not None
+        for name, value in (("weights", weights), ("expert_ids_by_token", table)):
+            if value is not None:
+                raise ValueError(f"{name}: the custom_routing_function chooses and weighs; expected None")
+        if logits is None:
+            raise ValueError("logits=None: custom_routing_function needs them")
+        require_logits(self.form, logits)
+        found = self.custom_routing_function(logits, self.config.top_k, self.config.renormalize)
+        pair = isinstance(found, tuple | list) and len(found) == 2
+        if not pair or not all(isinstance(part, Tensor) for part in found):
+            parts = f"({describe(found[0])}, {describe(found[1])})" if pair else describe(found)
+            raise ValueError(f"custom_routing_function must return (weights, logical_ids), found {parts}")
+        return found[0], found[1]
 
-def _require_shape(name: str, tensor: Tensor, *allowed: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) not in allowed:
-        wanted = " or ".join(str(list(shape)) for shape in allowed)
-        raise ValueError(f"{name} must have shape {wanted}, found {list(tensor.shape)}")
 
-
-def check_call(form: RouteForm, call: RouteCall) -> int:
-    """Number of rows; ValueError where an input does not fit the router."""
-    experts, top_k = form.config.num_experts, form.config.top_k
-    if not 0 <= call.layer < form.tables.num_layers:
-        raise ValueError(f"layer={call.layer} is outside [0, num_layers={form.tables.num_layers})")
-    if call.given_ids is not None:
-        rows = call.given_ids.shape[0]
-        if call.given_ids.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"logical_ids must be int32 or int64, found {call.given_ids.dtype}")
-        _require_shape("logical_ids", call.given_ids, (rows, top_k))
-        if call.given_weights is None:
-            raise ValueError("weights=None: given logical_ids need them")
-        _require_shape("weights", call.given_weights, (rows, top_k))
-    elif call.logits is None:
-        raise ValueError("logits=None: give logits or logical_ids")
-    else:
-        rows = call.logits.shape[0]
-        _require_shape("logits", call.logits, (rows, experts))
-        if call.logits.dtype not in LOGIT_DTYPES:
-            raise ValueError(f"logits must be float32, float16 or bfloat16, found {call.logits.dtype}")
-    if call.bias is not None:
-        _require_shape("bias", call.bias, (experts,), (rows, experts))
-    if (call.marked_bias is None) != (call.token_marker is None):
-        raise ValueError("marked_bias and token_marker come together, found one of them")
-    if call.marked_bias is not None and call.token_marker is not None:
-        _require_shape("marked_bias", call.marked_bias, (experts,))
-        _require_shape("token_marker", call.token_marker, (rows,))
-    if (call.expert_ids_by_token is None) != (call.token_ids is None):
-        raise ValueError("expert_ids_by_token and token_ids come together, found one of them")
-    if call.expert_ids_by_token is not None and call.token_ids is not None:
-        _require_shape(
-            "expert_ids_by_token", call.expert_ids_by_token, (call.expert_ids_by_token.shape[0], top_k)
+def _checked_emit(emit: Any, config: RouterConfig) -> tuple[str, ...]:
+    if not isinstance(emit, tuple | list):
+        raise ValueError(f"emit must be a tuple of names ({', '.join(OUTPUT_NAMES)}), found {describe(emit)}")
+    for name in emit:
+        require_choice("emit", name, OUTPUT_NAMES)
+    rewrites = config.shared_mode == "waterfill" and config.num_shared_experts > 0
+    if rewrites and (not {"weights", "physical_ids"} <= set(emit) or "packed_ids" in emit):
+        raise ValueError(
+            f"emit={tuple(emit)}: shared_mode='waterfill' rewrites weights and physical_ids: emit both, and no "
+            "packed_ids"
         )
-        _require_shape("token_ids", call.token_ids, (rows,))
-    _check_devices(form, call)
-    return rows
+    return tuple(name for name in OUTPUT_NAMES if name in emit)
 
 
-def _check_devices(form: RouteForm, call: RouteCall) -> None:
-    device = form.tables.device.type
-    for name, value in vars(call).items():
-        if isinstance(value, Tensor) and value.device.type != device:
-            raise ValueError(f"{name} lies on {value.device}, the tables on {form.tables.device}")
-    valid = call.num_valid_tokens
-    if valid is not None and (valid.dtype != torch.int32 or valid.numel() != 1):
-        raise ValueError(f"num_valid_tokens must be one int32, found {valid.dtype} {list(valid.shape)}")
-    for name in ("bias", "marked_bias", "given_weights"):
-        value = getattr(call, name)
-        if value is not None and not value.dtype.is_floating_point:
-            raise ValueError(f"{name} must be floating point, found {value.dtype}")
+def require_interpreter(device: torch.device) -> None:
+    """ValueError unless the kernels can run under Triton's interpreter on this device."""
+    import triton
+
+    if device.type != "cpu":
+        raise ValueError(f"backend='interpret' needs CPU tensors, the tables lie on {device}")
+    if not triton.knobs.runtime.interpret:
+        raise ValueError(
+            "backend='interpret' needs TRITON_INTERPRET=1 in the environment before triton's import"
+        )
+
+
+def _words(found: tuple[int, int, torch.device]) -> str:
+    return f"({found[0]}, {found[1]}, {found[2]})"

@@ -19,11 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenroute.routing.call_checks import require_layer
+from evenroute.routing.checks import ID_DTYPES, WEIGHT_DTYPES, require_device, require_tensor
 from evenroute.routing.simulated_tables import RoutingShape, TraceTables
 from evenroute.routing.simulated_trace import NUM_ORDERS, build_trace_design, moe_layers
+from evenroute.routing.values import describe, require_bool, require_choice, require_int, require_number
 
 KINDS = ("fake", "uniform", "round-robin", "zipf", "trace")
 
+MAX_STEP = 1 << 40
 _POOL = 1 << 22
 _STEP = 16  # cuts start at multiples of 64 bytes
 _MASK = (1 << 64) - 1
@@ -43,8 +47,8 @@ class LogitSource:
     bias         [L, E] or [E] float, the bias that the router will add (`trace` needs it to hit its choices)
     device       of all results
 
-    Raises ValueError for an unknown kind, loads that are missing, misshapen or not to be followed, and an exponent
-    below 0.
+    Raises ValueError for an unknown kind, arguments of the wrong type, loads that are missing, misshapen or not to be
+    followed, and an exponent below 0.
     """
 
     def __init__(
@@ -62,16 +66,28 @@ class LogitSource:
         bias: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        if kind not in KINDS:
-            raise ValueError(f"routing kind: expected one of {', '.join(KINDS)}, found {kind!r}")
+        require_choice("routing kind", kind, KINDS)
+        for name in ("num_experts", "top_k", "scoring", "num_groups", "topk_group"):
+            if not hasattr(config, name):
+                raise ValueError(f"config must have {name}, as a RouterConfig has; found {describe(config)}")
+        require_int("num_layers", num_layers, 1)
+        require_int("seed", seed, -_MASK, _MASK)
+        require_int("ep_size", ep_size, 1)
+        require_int("rank", rank, -_MASK)
+        require_bool("shared", shared)
         if kind == "trace" and loads is None:
             raise ValueError("routing kind 'trace': needs loads (--loads FILE)")
         if kind != "trace" and loads is not None:
             raise ValueError(f"routing kind {kind!r}: takes no loads, only 'trace' does")
-        if kind == "zipf" and not 0.0 <= exponent < float("inf"):
-            raise ValueError(f"exponent: expected a number >= 0, found {exponent}")
+        if kind == "zipf":
+            require_number("exponent", exponent)
+            if not 0.0 <= exponent <= 100.0:
+                raise ValueError(f"exponent: expected a number in [0, 100], found {exponent}")
         if not 0 <= rank < ep_size:
             raise ValueError(f"rank: expected 0 <= rank < ep_size {ep_size}, found {rank}")
+        if bias is not None:
+            experts = config.num_experts
+            require_tensor("bias", bias, (experts,), (num_layers, experts), dtypes=WEIGHT_DTYPES)
         if kind == "round-robin" and -(-config.top_k // ep_size) > config.num_experts // ep_size:
             raise ValueError(
                 f"round-robin: top_k {config.top_k} over ep_size {ep_size} ranks needs more than the "
@@ -85,7 +101,7 @@ class LogitSource:
         self.ep_size = ep_size
         self.shared = shared
         self.exponent = exponent
-        self.device = torch.device(device)
+        self.device = require_device("device", device)
         self._bias = None if bias is None else bias.detach().to("cpu", torch.float32)
         self._pool = self._draw_pool() if kind in ("fake", "zipf", "trace") else None
         self._log_popularity: Tensor | None = None
@@ -106,6 +122,7 @@ class LogitSource:
 
     def reshuffle(self, seed: int) -> bool:
         """Draw a new order of popularity for every layer; False if this kind has none (all but `zipf`)."""
+        require_int("seed", seed, -_MASK, _MASK)
         if self.kind != "zipf":
             return False
         rng = np.random.default_rng((seed & _MASK, 0x21FF))
@@ -132,13 +149,14 @@ class LogitSource:
 
     def frequencies(self, layer: int) -> NDArray[np.float64] | None:
         """[E] expected share of each expert in this layer's choices (`trace`), else None."""
+        require_layer(layer, self.num_layers)
         return None if self._trace is None else self._trace.design.frequencies[layer]
 
     def logits(self, layer: int, num_tokens: int, step: int) -> Tensor:
         """[T, E] float32 logits, contiguous and the caller's own."""
         if self._pool is None:
             raise ValueError(f"routing kind {self.kind!r}: gives ids, not logits")
-        key = self._key(layer, step)
+        key = self._key(layer, step, num_tokens)
         if self.kind == "trace":
             assert self._trace is not None
             rows = self._cut_rows(key, num_tokens)
@@ -151,9 +169,12 @@ class LogitSource:
     def ids(self, layer: int, num_tokens: int, step: int, num_valid_tokens: Tensor | None = None) -> Tensor:
         """[T, K] int32 logical ids, distinct in a row; rows from `num_valid_tokens` (device scalar) on are -1."""
         experts, top_k = self.config.num_experts, self.config.top_k
+        key = self._key(layer, step, num_tokens)
+        if num_valid_tokens is not None:
+            require_tensor("num_valid_tokens", num_valid_tokens, (1,), (), dtypes=ID_DTYPES)
         if self.kind == "uniform":
             # Plain numpy: a generator per call is cheap there and the same on all devices.
-            base = np.random.default_rng(self._key(layer, step)).integers(0, experts, num_tokens)
+            base = np.random.default_rng(key).integers(0, experts, num_tokens)
             first = torch.from_numpy(base).to(self.device)[:, None]
             spread = torch.arange(top_k, device=self.device) * experts // top_k
             ids = (first + spread) % experts
@@ -173,11 +194,13 @@ class LogitSource:
 
     def weights(self, num_tokens: int) -> Tensor:
         """[T, K] float32, 1/K: the weights that belong to `ids`."""
+        require_int("num_tokens", num_tokens, 0)
         return torch.full((num_tokens, self.config.top_k), 1.0 / self.config.top_k, device=self.device)
 
-    def _key(self, layer: int, step: int) -> int:
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer: expected 0 <= layer < {self.num_layers}, found {layer}")
+    def _key(self, layer: int, step: int, num_tokens: int) -> int:
+        require_layer(layer, self.num_layers)
+        require_int("step", step, 0, MAX_STEP)
+        require_int("num_tokens", num_tokens, 0)
         key = _mix(self.seed & _MASK, 0 if self.shared else self.rank + 1)
         return _mix(_mix(key, layer), step)
 

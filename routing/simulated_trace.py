@@ -50,7 +50,10 @@ def moe_layers(
 
     Raises ValueError for a wrong shape, NaN, Inf, negative numbers, or too few rows with load.
     """
-    array = np.asarray(loads, dtype=np.float64)
+    try:
+        array = np.asarray(loads, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"loads: expected numbers [layers, {num_experts}]: {error}") from None
     if array.ndim != 2 or array.shape[1] != num_experts:
         raise ValueError(f"loads: expected shape [layers, {num_experts}], found {list(array.shape)}")
     bad = ~np.isfinite(array) | (array < 0)

@@ -11,6 +11,7 @@ from evenroute.eplb.compiled import kernel
 from evenroute.eplb.placement import SHARE_TOTAL, PlacementRow
 from evenroute.eplb.topology import Topology
 from evenroute.routing.ticket_sequence import TREE_REPLICAS, sequence_words
+from evenroute.routing.values import describe
 
 SPAN_COUNT_BITS = 10
 FIELDS = (
@@ -139,6 +140,61 @@ def _fill(  # type: ignore[no-untyped-def]
         inverted = (2047 - expert) << 20
         payload[expert] = inverted | (((first << 8) | (count << 1) | uneven) if with_entry else 0)
         fixed[expert] = inverted | slot[chosen]
+
+
+@kernel
+def _row_fault(slots, shares, num_experts, ep_size):  # type: ignore[no-untyped-def]
+    """(0, 0) for a good row, else what is wrong (index of `_FAULTS`) and the slot or expert where."""
+    local = len(slots) // ep_size
+    total = np.zeros(num_experts, np.int64)
+    last_rank = np.full(num_experts, -1, np.int64)
+    for p in range(len(slots)):
+        expert = slots[p]
+        if expert < 0 or expert >= num_experts:
+            return 1, p
+        if last_rank[expert] == p // local:
+            return 2, p
+        last_rank[expert] = p // local
+        total[expert] += shares[p] if len(shares) else 0
+    for expert in range(num_experts):
+        if last_rank[expert] < 0:
+            return 3, expert
+        if len(shares) and total[expert] != 65535:
+            return 4, expert
+    return 0, 0
+
+
+_FAULTS = (
+    "",
+    "slot {} holds no expert of [0, {experts})",
+    "slot {} holds an expert that its rank has already",
+    "expert {} has no slot",
+    "shares of expert {} do not sum to 65535",
+)
+
+
+def check_table_row(row: PlacementRow, num_slots: int, num_experts: int, topology: Topology) -> None:
+    """ValueError unless a row of [P] integers is one of a placement of this shape (2 us for 288 slots)."""
+    slots, shares = row if isinstance(row, tuple) and len(row) == 2 else (None, None)
+    for name, values in (("slots", slots), ("shares", shares)):
+        if name == "shares" and values is None:
+            continue
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
+            found = describe(row if slots is None else values)
+            raise ValueError(f"row.{name} must be a numpy array of integers [{num_slots}], found {found}")
+        if len(values) != num_slots:
+            raise ValueError(f"row has {len(values)} {name}, the tables have {num_slots} slots")
+    assert slots is not None
+    if shares is not None and shares.dtype != np.uint16:
+        raise ValueError(f"row.shares must be uint16, found {shares.dtype}")
+    if slots.dtype != np.int32 and not -1 <= slots.min() <= slots.max() < 1 << 31:
+        raise ValueError(
+            f"row.slots: experts of [0, {num_experts}) allowed, found {slots.min()}..{slots.max()}"
+        )
+    known = _EVEN if shares is None else _read_only(shares, np.uint16)
+    fault, where = _row_fault(_read_only(slots, np.int32), known, num_experts, topology.ep_size)
+    if fault:
+        raise ValueError(f"row: {_FAULTS[fault].format(where, experts=num_experts)}")
 
 
 def fill_table_row(

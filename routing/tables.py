@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from evenroute.eplb.placement import Placement, PlacementRow, even_shares
-from evenroute.routing.table_row import SPAN_COUNT_BITS, fill_table_row, fits_payload
+from evenroute.routing.checks import require_device
+from evenroute.routing.config import MAX_EXPERTS
+from evenroute.routing.table_row import SPAN_COUNT_BITS, check_table_row, fill_table_row, fits_payload
 from evenroute.routing.ticket_sequence import (
     TREE_REPLICAS,
     compile_orders,
@@ -17,6 +19,7 @@ from evenroute.routing.ticket_sequence import (
     packed_order,
     sequence_capacity,
 )
+from evenroute.routing.values import require_instance, require_int
 
 __all__ = ["SPAN_COUNT_BITS", "DispatchTables", "fits_payload"]
 
@@ -44,6 +47,9 @@ class DispatchTables:
     tickets by shares: `enable_sequences`; `prepare` makes those of a coming placement on any thread.
 
     Updates are enqueued on the current stream; the host waits only if it overtakes an update of the same layer.
+
+    Raises:
+        ValueError: there is no such rank or device, or the placement is larger than the tables can be.
     """
 
     physical_to_logical: Tensor
@@ -58,7 +64,10 @@ class DispatchTables:
     replica_depth: Tensor
 
     def __init__(self, placement: Placement, *, ep_rank: int, device: torch.device | str) -> None:
+        require_instance("placement", placement, Placement)
         topology = placement.topology
+        require_int("ep_rank", ep_rank, 0)
+        require_int("placement.num_logical_experts", placement.num_logical_experts, 1, MAX_EXPERTS)
         if not 0 <= ep_rank < topology.ep_size:
             raise ValueError(f"ep_rank={ep_rank} is outside [0, ep_size={topology.ep_size})")
         if placement.num_slots >= MAX_SLOTS or topology.ep_size >= 1 << SPAN_COUNT_BITS:
@@ -72,7 +81,7 @@ class DispatchTables:
         self.num_logical_experts = placement.num_logical_experts
         self.num_slots = placement.num_slots
         self.num_local_slots = placement.num_local_slots
-        self.device = torch.device(device)
+        self.device = require_device("device", device)
         experts, slots = self.num_logical_experts, self.num_slots
         widths = {
             "replica_span": experts,
@@ -98,6 +107,13 @@ class DispatchTables:
                 f"dispatch tables of {self.num_layers} layers, {experts} experts, {slots} slots on {topology.ep_size} "
                 f"ranks need {words} words, more than {(1 << 31) - 1}"
             )
+        with torch.inference_mode(False):  # made under it, they could not be updated outside
+            self._allocate(words, start)
+        # Compiles the check, so that no switch waits for it.
+        check_table_row(placement.row(0), self.num_slots, self.num_logical_experts, topology)
+        self.load(placement)
+
+    def _allocate(self, words: int, start: int) -> None:
         self._memory = torch.zeros(words, dtype=torch.int32, device=self.device)
         self.storage = self._memory[: self.num_layers * start].view(self.num_layers, start)
         self._orders = self._memory[self.num_layers * start :].view(self.num_layers, self._order_words)
@@ -110,10 +126,10 @@ class DispatchTables:
         self._rows = self._host.numpy()
         self._fields = [{name: row[part] for name, part in self.columns.items()} for row in self._rows]
         self._copied: list[torch.cuda.Event | None] = [None] * self.num_layers
-        self.load(placement)
 
     def load(self, placement: Placement) -> None:
         """Take over a placement of the same shape; raises ValueError for another shape."""
+        require_instance("placement", placement, Placement)
         mine = (self.num_layers, self.num_logical_experts, self.num_slots, self.topology)
         other = (placement.num_layers, placement.num_logical_experts, placement.num_slots, placement.topology)
         if mine != other:
@@ -127,15 +143,16 @@ class DispatchTables:
         self._record(range(self.num_layers))
 
     def update_layer(self, layer: int, row: PlacementRow) -> None:
-        """Switch one layer, in stream order. The row must be one of a checked placement of this shape.
+        """Switch one layer, in stream order.
 
         Raises:
-            ValueError: the layer is out of range or the row has another number of slots.
+            ValueError: the layer is out of range, or the row is none of a placement of this shape (number of slots,
+                ids, an expert without a slot or twice on a rank, shares that do not sum to 65535). Nothing is changed.
         """
+        require_int("layer", layer, -(1 << 63))
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer={layer} is outside [0, num_layers={self.num_layers})")
-        if len(row.slots) != self.num_slots:
-            raise ValueError(f"row has {len(row.slots)} slots, the tables have {self.num_slots}")
+        check_table_row(row, self.num_slots, self.num_logical_experts, self.topology)
         self._fill(layer, row)
         self._write_orders(layer)
         self.storage[layer].copy_(self._host[layer], non_blocking=True)
@@ -158,6 +175,7 @@ class DispatchTables:
 
     def prepare(self, placement: Placement) -> None:
         """Make the orders that this placement's rows will need, so that their updates only copy. On any thread."""
+        require_instance("placement", placement, Placement)
         for layer in range(self.num_layers if self._with_orders else 0):
             slots, shares = placement.row(layer)
             if shares is None:

@@ -229,12 +229,15 @@ def test_plans_fill_the_chip_and_cover_the_hidden_dimension():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden": torch.zeros(2, 99, dtype=torch.bfloat16)}, r"hidden: expected shape \[T, 100\]"),
+        (
+            {"hidden": torch.zeros(2, 99, dtype=torch.bfloat16)},
+            r"hidden must have shape \[T, 100\], found \[2, 99\]",
+        ),
         (
             {"gate_weight": torch.zeros(39, 100, dtype=torch.bfloat16)},
-            r"gate_weight: expected shape \[40, 100\]",
+            r"gate_weight must have shape \[40, 100\], found \[39, 100\]",
         ),
-        ({"hidden": torch.zeros(2, 100)}, "expected bfloat16 or float16, both the same"),
+        ({"hidden": torch.zeros(2, 100)}, "hidden must be bfloat16, found torch.float32"),
         ({"gate_weight": torch.zeros(100, 40, dtype=torch.bfloat16).t()}, "expected contiguous rows"),
     ],
 )

@@ -265,7 +265,7 @@ def test_batches_longer_than_the_noise_pool():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("zpf", Shape(), 1, 0), "expected one of fake, uniform"),
+        (("zpf", Shape(), 1, 0), "is not one of fake, uniform"),
         (("trace", Shape(), 1, 0), "needs loads"),
     ],
 )

@@ -79,3 +79,4 @@ def test_no_row_is_compiled_for_after_the_start() -> None:
         for shares in (None, row.shares, row.shares.copy()):
             tables.update_layer(0, PlacementRow(slots, shares))
     assert len(table_row._fill.signatures) == before == 1
+    assert len(table_row._row_fault.signatures) == 1
