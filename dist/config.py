@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import logging
 import math
-import os
 import re
 import tomllib
 import types
@@ -18,14 +17,15 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evenroute.dist.address import check_bind, parse_address
+from evenroute.dist.address import Address, parse_address
 from evenroute.eplb.regular_files import read_input_text
-from evenroute.eplb.store_schema import APPLICATION_ID
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 POLICIES = ("auto", "global", "hierarchical", "incremental", "weighted")
 INTERVAL_UNITS = ("seconds", "windows")
 DEFAULT_PLANNER = "evenroute.eplb.planner:plan_placement"
+LEAST_S, MOST_S = 0.001, 366 * 86400.0  # of a time
+_HOST = re.compile(r"[A-Za-z0-9_.:%-]+|\*", re.ASCII)
 
 
 def _require(section: str, name: str, value: object, good: bool, allowed: str) -> None:
@@ -33,11 +33,44 @@ def _require(section: str, name: str, value: object, good: bool, allowed: str) -
         raise ValueError(f"{section}.{name}: {value!r} found, expected {allowed}")
 
 
-def _require_finite(section: str, settings: typing.Any) -> None:
+def _require_range(
+    section: str, settings: typing.Any, names: typing.Iterable[str], low: float, high: float
+) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        _require(section, name, value, value is None or low <= value <= high, f"{low:g} to {high:g}")
+
+
+def _require_types(section: str, settings: typing.Any) -> None:
+    """ValueError unless each field holds a value of its type, finite where it is a number, without NUL characters."""
+    hints = typing.get_type_hints(type(settings))
     for entry in dataclasses.fields(settings):
         value = getattr(settings, entry.name)
-        finite = not isinstance(value, float) or math.isfinite(value)
+        where = f"{section}.{entry.name}"
+        checked = _checked(hints[entry.name], value, where)
+        finite = not isinstance(checked, float) or math.isfinite(checked)
         _require(section, entry.name, value, finite, "a finite number")
+        if isinstance(value, str):
+            _require(section, entry.name, value, value.isprintable(), "text without control characters")
+            spaces = value != value.strip()
+            _require(section, entry.name, value, not spaces, "no space before or behind")
+
+
+def _parse_host_port(text: str, *, field: str) -> Address:
+    """HOST:PORT, an IPv6 host with or without brackets; ValueError naming `field`."""
+    host, _, port = text.rpartition(":")
+    good = port.isascii() and port.isdigit() and int(port) < 65536 and _HOST.fullmatch(host.strip("[]"))
+    if not good:
+        raise ValueError(f"{field}: {text!r} found, expected HOST:PORT (port 0..65535)")
+    return Address(text, None, host.strip("[]"), int(port))
+
+
+def _parse_endpoint(text: str, *, field: str) -> Address:
+    """`parse_address`, and a host that can be one."""
+    address = parse_address(text, field=field)
+    if address.ipc_path is None and not _HOST.fullmatch(address.host.strip("[]")):
+        raise ValueError(f"{field}: {text!r} found, expected a host of letters, digits and .:-_ or *")
+    return address
 
 
 @dataclass(frozen=True)
@@ -62,24 +95,20 @@ class RebalancerSettings:
     listen_s: float = 10.0  # at start: ranks of a known run are waited for so long
 
     def __post_init__(self) -> None:
-        _require_finite("rebalancer", self)
-        for name in ("keep_windows_s", "roll_up_s", "max_rank_silence_s", "version_limit_s", "listen_s"):
-            _require("rebalancer", name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
+        _require_types("rebalancer", self)
+        times = ("max_rank_silence_s", "version_limit_s", "listen_s")
+        _require_range("rebalancer", self, times, LEAST_S, MOST_S)
+        _require_range("rebalancer", self, ("keep_windows_s", "roll_up_s"), 1.0, 100 * MOST_S)
+        _require_range("rebalancer", self, ("max_message_bytes",), 65536, 2**30)
         _require(
             "rebalancer", "log_level", self.log_level, self.log_level in LOG_LEVELS, " | ".join(LOG_LEVELS)
         )
-        _require(
-            "rebalancer",
-            "max_message_bytes",
-            self.max_message_bytes,
-            self.max_message_bytes >= 65536,
-            ">= 65536",
-        )
         if self.bind:
-            parse_address(self.bind, field="rebalancer.bind")
+            _parse_endpoint(self.bind, field="rebalancer.bind")
         if self.metrics_bind:
-            address = parse_address(f"tcp://{self.metrics_bind}", field="rebalancer.metrics_bind")
-            _require("rebalancer", "metrics_bind", self.metrics_bind, address.ipc_path is None, "HOST:PORT")
+            address = _parse_host_port(self.metrics_bind, field="rebalancer.metrics_bind")
+            # Without the brackets of IPv6: as the server takes it.
+            object.__setattr__(self, "metrics_bind", f"{address.host}:{address.port}")
 
 
 @dataclass(frozen=True)
@@ -104,33 +133,24 @@ class PlannerSettings:
     function: str = DEFAULT_PLANNER  # MODULE:FUNCTION of the same signature
 
     def __post_init__(self) -> None:
-        _require_finite("planner", self)
-        _require("planner", "interval", self.interval, self.interval > 0, "a number above 0")
-        _require(
-            "planner",
-            "interval_unit",
-            self.interval_unit,
-            self.interval_unit in INTERVAL_UNITS,
-            "seconds | windows",
-        )
-        if self.interval_unit == "windows":
-            _require(
-                "planner",
-                "interval",
-                self.interval,
-                float(self.interval).is_integer(),
-                "a whole number of windows",
-            )
-        _require("planner", "min_tokens", self.min_tokens, self.min_tokens >= 1, "at least 1")
-        _require("planner", "min_gain", self.min_gain, 0 <= self.min_gain <= 1, "0..1")
+        _require_types("planner", self)
+        unit = self.interval_unit
+        _require("planner", "interval_unit", unit, unit in INTERVAL_UNITS, "seconds | windows")
+        if unit == "windows":
+            whole = float(self.interval).is_integer()
+            _require("planner", "interval", self.interval, whole, "a whole number of windows")
+        least, most = (LEAST_S, MOST_S) if unit == "seconds" else (1, 10**9)
+        good = least <= self.interval <= most
+        _require("planner", "interval", self.interval, good, f"{least:g} to {most:g} {unit}")
+        _require_range("planner", self, ("min_tokens",), 1, 2**62)
+        _require_range("planner", self, ("min_gain",), 0, 1)
+        _require_range("planner", self, ("num_groups",), 1, 65536)
+        _require_range("planner", self, ("max_moves",), 0, 2**31)
+        _require_range("planner", self, ("time_limit_s",), LEAST_S, MOST_S)
+        _require_range("planner", self, ("degraded_after",), 1, 10**9)
         _require("planner", "policy", self.policy, self.policy in POLICIES, " | ".join(POLICIES))
-        _require("planner", "num_groups", self.num_groups, self.num_groups >= 1, "at least 1")
         if self.target is not None:
             _require("planner", "target", self.target, 0 < self.target <= 1, "a balancedness in (0, 1]")
-        if self.max_moves is not None:
-            _require("planner", "max_moves", self.max_moves, self.max_moves >= 0, "at least 0")
-        _require("planner", "time_limit_s", self.time_limit_s, self.time_limit_s > 0, "a number above 0")
-        _require("planner", "degraded_after", self.degraded_after, self.degraded_after >= 1, "at least 1")
         module, colon, name = self.function.partition(":")
         _require(
             "planner",
@@ -149,6 +169,7 @@ class SecuritySettings:
     insecure: bool = False
 
     def __post_init__(self) -> None:
+        _require_types("security", self)
         _require(
             "security",
             "insecure",
@@ -187,23 +208,29 @@ class AgentConfig:
     record_max_bytes: int = 8 * 1024 * 1024 * 1024  # all recordings of this rank in record_dir together
 
     def __post_init__(self) -> None:
-        _require_finite("agent", self)
-        for name in ("record_buffer_bytes", "record_part_bytes", "record_max_bytes"):
-            found = getattr(self, name)
-            _require("agent", name, found, 65536 <= found <= 2**40, "65536 to 2**40")
-        for name in ("top_k", "window_steps", "agree_every"):
-            _require("agent", name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        for name in (
+        _require_types("agent", self)
+        sizes = ("record_buffer_bytes", "record_part_bytes", "record_max_bytes")
+        _require_range("agent", self, sizes, 65536, 2**40)
+        _require_range("agent", self, ("top_k",), 1, 65536)
+        _require_range("agent", self, ("window_steps", "agree_every"), 1, 2**31)
+        times = (
             "heartbeat_s",
             "resend_s",
             "silence_limit_s",
             "start_limit_s",
             "vote_limit_s",
             "close_limit_s",
-        ):
-            _require("agent", name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
+        )
+        _require_range("agent", self, times, LEAST_S, MOST_S)
         if self.rebalancer:
-            parse_address(self.rebalancer, field="agent.rebalancer")
+            address = _parse_endpoint(self.rebalancer, field="agent.rebalancer")
+            known = address.ipc_path is not None or (address.port > 0 and address.host != "*")
+            _require(
+                "agent", "rebalancer", self.rebalancer, known, "an address to connect to: a host and its port"
+            )
+        at_most = f"at most record_max_bytes ({self.record_max_bytes})"
+        fits = self.record_part_bytes <= self.record_max_bytes
+        _require("agent", "record_part_bytes", self.record_part_bytes, fits, at_most)
         _require(
             "agent",
             "require_rebalancer",
@@ -221,41 +248,32 @@ class RebalancerConfig:
     planner: PlannerSettings = field(default_factory=PlannerSettings)
     security: SecuritySettings = field(default_factory=SecuritySettings)
 
-    def check(self) -> list[str]:
-        """ValueError or OSError for what can't work; returns warnings for what works otherwise than it looks."""
+    def __post_init__(self) -> None:
+        for entry, kind in (
+            ("rebalancer", RebalancerSettings),
+            ("planner", PlannerSettings),
+            ("security", SecuritySettings),
+        ):
+            found = getattr(self, entry)
+            if not isinstance(found, kind):
+                raise ValueError(f"{entry}: a {type(found).__name__} found, expected {kind.__name__}")
+
+    def check(self, *, try_planner: bool = False) -> list[str]:
+        """ValueError or OSError for what can't work; returns warnings for what works otherwise than it looks.
+
+        Files, folders, keys and a planner of one's own are looked at as they are on this host; no address is bound.
+        `try_planner`: such a planner is also run, in a process of its own, on a tiny case (`--check-config`).
+        """
+        from evenroute.dist.config_checks import check_files, check_own_planner
+
         settings = self.rebalancer
         for name in ("bind", "store"):
-            _require(
-                "rebalancer",
-                name,
-                getattr(settings, name),
-                bool(getattr(settings, name)),
-                f"a value (--{name})",
-            )
-        address = parse_address(settings.bind, field="rebalancer.bind (--bind)")
-        check_bind(
-            address,
-            field="rebalancer.bind (--bind)",
-            has_keys=bool(self.security.keys),
-            insecure=self.security.insecure,
-        )
-        _check_store(Path(settings.store))
-        if settings.ready_file:
-            ready = Path(settings.ready_file)
-            _check_folder("rebalancer.ready_file", ready)
-            if ready.is_dir():
-                raise ValueError(f"rebalancer.ready_file: {ready} is a folder, expected a file's name")
-        if address.ipc_path is not None and not address.ipc_path.absolute().parent.is_dir():
-            raise ValueError(f"rebalancer.bind: folder {address.ipc_path.absolute().parent} does not exist")
-        if self.security.keys:
-            from evenroute.dist.keys import load_server_keys
-
-            load_server_keys(Path(self.security.keys))
+            value = getattr(settings, name)
+            _require("rebalancer", name, value, bool(value), f"a value (--{name})")
+        warnings = check_files(settings, self.security)
         if self.planner.enabled and self.planner.function != DEFAULT_PLANNER:
-            from evenroute.dist.planner_process import check_planner
-
-            check_planner(self.planner.function)
-        return self._warnings()
+            warnings += check_own_planner(self.planner, trial=try_planner)
+        return warnings + self._warnings()
 
     def _warnings(self) -> list[str]:
         found = []
@@ -273,10 +291,10 @@ class RebalancerConfig:
                 f"planner.time_limit_s {planner.time_limit_s:g} is longer than {planner.degraded_after} intervals of "
                 f"{planner.interval:g}: a slow planner shows as degraded before it is stopped"
             )
-        if not planner.enabled and (
-            planner.min_gain or planner.max_moves is not None or planner.target is not None
-        ):
+        if not planner.enabled and dataclasses.replace(planner, enabled=True) != PlannerSettings():
             found.append("planner.enabled is false: the other planner settings have no effect")
+        if planner.max_moves == 0 and planner.policy in ("global", "hierarchical", "incremental"):
+            found.append(f"planner.max_moves is 0: policy {planner.policy} balances by moves alone")
         if self.security.insecure:
             found.append(
                 "security.insecure is true: anybody who reaches the address may send counts and commands"
@@ -290,40 +308,6 @@ class RebalancerConfig:
             for section in ("rebalancer", "planner", "security")
             for name, value in dataclasses.asdict(getattr(self, section)).items()
         )
-
-
-def _check_folder(field: str, path: Path) -> None:
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"{field}: folder {folder} does not exist")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{field}: folder {folder} cannot be written")
-
-
-def _check_store(path: Path) -> None:
-    """ValueError, or StoreError, unless there is a store at `path` or one can be made there."""
-    field = "rebalancer.store"
-    try:
-        path.stat()
-    except FileNotFoundError:
-        pass
-    except OSError as error:  # a loop of links, a name that is too long, a folder that is a file
-        raise ValueError(f"{field}: {path}: {error.strerror}") from None
-    _check_folder(field, path)
-    if path.is_dir():
-        raise ValueError(f"{field}: {path} is a folder, expected a file's name")
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{field}: {path} is not a regular file")
-    if path.exists() and not os.access(path, os.R_OK | os.W_OK):
-        raise ValueError(f"{field}: {path} cannot be read and written")
-    if path.exists() and path.stat().st_size:
-        # Not through SQLite, which would put its own files beside one of the names of a store that is in use.
-        with path.open("rb") as file:
-            header = file.read(72)
-        if header[:16] != b"SQLite format 3\0" or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
-            raise ValueError(
-                f"{field}: {path} exists and is not an evenroute store; expected one, or a free path"
-            )
 
 
 SECTIONS: dict[str, type] = {
@@ -383,10 +367,11 @@ def _checked(hint: object, value: object, where: str) -> object:
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if type(value) in allowed:
         return value
-    if float in allowed and type(value) is int:
+    if float in allowed and type(value) is int and abs(value) < 2**1000:
         return float(value)
     names = " or ".join(kind.__name__ for kind in allowed if kind is not type(None))
-    raise ValueError(f"{where}: {value!r} found, expected {names}")
+    found = repr(value) if type(value) is not int or abs(value) < 2**1000 else "a number of over 300 digits"
+    raise ValueError(f"{where}: {found} found, expected {names}")
 
 
 def load_config(path: Path | None, overrides: dict[str, dict[str, object]] | None = None) -> RebalancerConfig:
@@ -401,7 +386,16 @@ def load_config(path: Path | None, overrides: dict[str, dict[str, object]] | Non
             SECTIONS[name], {**tables.get(name, {}), **given}, where=f"{where}: {name}"
         )
     if "agent" in tables:
-        build_section(AgentConfig, tables["agent"], where=f"{where}: agent")
+        agent = build_section(AgentConfig, tables["agent"], where=f"{where}: agent")
+        limit_s = sections["rebalancer"].max_rank_silence_s
+        often = agent.heartbeat_s < limit_s or "heartbeat_s" not in tables["agent"]
+        _require(
+            "agent",
+            "heartbeat_s",
+            agent.heartbeat_s,
+            often,
+            f"less than rebalancer.max_rank_silence_s ({limit_s:g})",
+        )
     return RebalancerConfig(**sections)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,12 +18,12 @@ def register(app: typer.Typer) -> None:
         bind: Annotated[
             str | None, typer.Option(help="ipc://PATH or tcp://HOST:PORT; port 0 is an automatic one.")
         ] = None,
-        store: Annotated[Path | None, typer.Option(help="History file (SQLite); made if absent.")] = None,
-        config: Annotated[Path | None, typer.Option(help="TOML settings; flags win over it.")] = None,
+        store: Annotated[str | None, typer.Option(help="History file (SQLite); made if absent.")] = None,
+        config: Annotated[str | None, typer.Option(help="TOML settings; flags win over it.")] = None,
         check_config: Annotated[
             bool, typer.Option("--check-config", help="Check all settings and end.")
         ] = False,
-        keys: Annotated[Path | None, typer.Option(help="Folder made by `evenroute keygen`.")] = None,
+        keys: Annotated[str | None, typer.Option(help="Folder made by `evenroute keygen`.")] = None,
         insecure: Annotated[
             bool, typer.Option("--insecure", help="Allow an address that others can reach without keys.")
         ] = False,
@@ -39,7 +38,7 @@ def register(app: typer.Typer) -> None:
         num_groups: Annotated[int | None, typer.Option(help="Expert groups (hierarchical policy).")] = None,
         metrics_bind: Annotated[str | None, typer.Option(help="HOST:PORT for Prometheus.")] = None,
         ready_file: Annotated[
-            Path | None, typer.Option(help="JSON with the bound address, once serving.")
+            str | None, typer.Option(help="JSON with the bound address, once serving.")
         ] = None,
         log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
         take_over: Annotated[
@@ -47,17 +46,33 @@ def register(app: typer.Typer) -> None:
         ] = False,
     ) -> None:
         """Serve a job: collect counts, plan, publish. Ends on SIGTERM or SIGINT; status 1: another has taken over."""
+        from pathlib import Path
+
         from evenroute.dist.config import load_config, parse_interval
 
+        given = {
+            "bind": (bind, "ipc://PATH or tcp://HOST:PORT"),
+            "store": (store, "a file's name, in a folder that exists"),
+            "config": (config, "a TOML file"),
+            "keys": (keys, "a folder of `evenroute keygen`"),
+            "metrics-bind": (metrics_bind, "HOST:PORT"),
+            "ready-file": (ready_file, "a file's name"),
+            "planner": (planner, "MODULE:FUNCTION"),
+        }
+        for flag, (value, expected) in given.items():
+            if value == "":  # an empty setting would mean none
+                section = {"config": "", "keys": "security.keys: ", "planner": "planner.function: "}
+                field = section.get(flag, f"rebalancer.{flag.replace('-', '_')}: ")
+                raise ValueError(f"{field}--{flag} '' found, expected {expected}")
         seconds_or_windows = (None, None) if interval is None else parse_interval(interval)
         settings = load_config(
-            config,
+            None if config is None else Path(config),
             {
                 "rebalancer": {
                     "bind": bind,
-                    "store": None if store is None else str(store),
+                    "store": store,
                     "metrics_bind": metrics_bind,
-                    "ready_file": None if ready_file is None else str(ready_file),
+                    "ready_file": ready_file,
                     "log_level": log_level,
                 },
                 "planner": {
@@ -69,13 +84,13 @@ def register(app: typer.Typer) -> None:
                     "num_groups": num_groups,
                 },
                 "security": {
-                    "keys": None if keys is None else str(keys),
+                    "keys": keys,
                     "insecure": True if insecure else None,
                 },
             },
         )
         if check_config:
-            for warning in settings.check():
+            for warning in settings.check(try_planner=True):
                 typer.echo(f"warning: {warning}", err=True)
             typer.echo(f"settings are good: {settings.effective()}")
             return
