@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 MAGIC = b"EVRDUMP1"
@@ -37,6 +38,15 @@ Scope = Literal["job", "rank"]
 MODES: tuple[Mode, ...] = ("stat", "per_pass", "per_token")
 VERSIONS = (1, 2)
 
+# What a file may say: enough for any job, and nothing that a reader would have to take in good faith.
+_Size: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 20)]
+_Ranks: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 16)]
+_Slots: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
+_Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
+_Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_Time: TypeAlias = Annotated[float, Meta(ge=0.0, lt=253402300800.0)]  # the year 9999
+_Figure: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e30)]
+
 
 class DumpHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """What a dump is about; `rank` is set exactly when `scope` is "rank".
@@ -48,19 +58,19 @@ class DumpHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     num_logical_experts: int
     mode: Mode = "stat"
     scope: Scope = "job"
-    rank: int | None = None
-    ep_size: int | None = None
-    num_nodes: int = 1
-    num_slots: int | None = None
-    num_groups: int | None = None
-    top_k: int | None = None
+    rank: _Rank | None = None
+    ep_size: _Ranks | None = None
+    num_nodes: _Ranks = 1
+    num_slots: _Slots | None = None
+    num_groups: _Size | None = None
+    top_k: _Size | None = None
     model: str = ""
     phase: str = ""
-    layer_ids: list[int] | None = None
+    layer_ids: list[Annotated[int, Meta(ge=0, lt=1 << 20)]] | None = None
     notes: list[str] = []
     format_version: int = 1
     recording: str = ""
-    part: int = 1
+    part: _Size = 1
 
     def __post_init__(self) -> None:
         if self.format_version not in VERSIONS:
@@ -81,11 +91,11 @@ class DumpHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class WindowMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A window frame before its counts ``[L, E]`` of `dtype`."""
 
-    dtype: str
-    time: float | None = None
-    first_step: int | None = None
-    last_step: int | None = None
-    tokens: int | None = None
+    dtype: Literal["<u2", "<u4", "<i8", "<f8"]
+    time: _Time | None = None
+    first_step: _Count | None = None
+    last_step: _Count | None = None
+    tokens: _Count | None = None
     complete: bool = True
     label: str = ""
 
@@ -93,17 +103,17 @@ class WindowMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 class PlacementMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A placement frame before ``[L, P]`` int32 and, if `has_shares`, ``[L, P]`` uint16."""
 
-    num_slots: int
-    ep_size: int
-    num_nodes: int = 1
+    num_slots: _Slots
+    ep_size: _Ranks
+    num_nodes: _Ranks = 1
     has_shares: bool = False
-    time: float | None = None
-    step: int | None = None
-    epoch: int = 0
-    version: int = 0
-    balancedness_before: float | None = None
-    balancedness_predicted: float | None = None
-    moves: int | None = None
+    time: _Time | None = None
+    step: _Count | None = None
+    epoch: _Count = 0
+    version: _Count = 0
+    balancedness_before: _Figure | None = None
+    balancedness_predicted: _Figure | None = None
+    moves: _Count | None = None
     policy: str = ""
     reason: str = ""
 
@@ -112,11 +122,11 @@ class TokensMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Ids of one pass on one rank before ``[L, T, K]`` logical ids of `dtype` (-1 = padding or not recorded), the
     ``[T]`` int32 vocabulary ids if `has_token_ids`, and the ``[T]`` int32 positions if `has_positions`."""
 
-    step: int
-    rank: int
-    num_tokens: int
-    top_k: int
-    dtype: str = "<i2"
+    step: _Count
+    rank: _Rank
+    num_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    top_k: Annotated[int, Meta(ge=0, le=1 << 20)]
+    dtype: Literal["<i2", "<i4"] = "<i2"
     has_token_ids: bool = False
     has_positions: bool = False
 

@@ -18,6 +18,7 @@ from evenroute.eplb.dump_format import (
     FRAME,
     HEADER,
     MAGIC,
+    MAX_PAYLOAD,
     PLACEMENT,
     TAIL,
     TOKENS,
@@ -112,7 +113,7 @@ class DumpReader:
         if len(head) < FRAME.size:
             raise damaged(self.path, f"it ends inside a frame at byte {file.tell()}")
         kind, crc, length = FRAME.unpack(head)
-        if length > self._size - file.tell():
+        if length > min(MAX_PAYLOAD, self._size - file.tell()):
             raise damaged(self.path, f"a frame before byte {file.tell()} does not fit the file")
         return kind, checked_payload(kind, crc, file.read(length))
 
@@ -153,13 +154,11 @@ class DumpReader:
             try:
                 head, raw = split_payload(payload)
                 meta = decoder.decode(head)
-                if meta.dtype not in ("<u2", "<u4", "<i8", "<f8"):
-                    raise ValueError(f"window dtype {meta.dtype}")
                 stored = np.frombuffer(raw, dtype=meta.dtype).reshape(shape)
             except (ValueError, msgspec.DecodeError) as error:
                 raise self._named(error) from None
             counts: Counts = stored.astype(np.int64)
-            if meta.dtype == "<f8":
+            if meta.dtype in ("<i8", "<f8"):  # the unsigned ones can hold nothing odd
                 with reading(self.path):
                     counts = check_counts(stored, f"window of step {meta.first_step}")
             yield Window(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -136,7 +136,7 @@ class DumpWriter:
             raise ValueError(f"window counts have shape {list(window.counts.shape)}, expected {list(shape)}")
         counts = narrow(window.counts)
         meta = WindowMeta(
-            dtype=counts.dtype.str,
+            dtype=counts.dtype.str,  # type: ignore[arg-type] # what `narrow` makes
             time=window.time,
             first_step=window.first_step,
             last_step=window.last_step,
@@ -194,7 +194,7 @@ class DumpWriter:
             raise ValueError(f"ids have shape {list(ids.shape)}, expected [{self.header.num_layers}, T, K]")
         if ids.size and (int(ids.min()) < -1 or int(ids.max()) >= self.header.num_logical_experts):
             raise ValueError(f"ids lie in [{ids.min()}, {ids.max()}], expected logical experts or -1")
-        dtype = "<i2" if self.header.num_logical_experts <= 1 << 15 else "<i4"
+        dtype: Literal["<i2", "<i4"] = "<i2" if self.header.num_logical_experts <= 1 << 15 else "<i4"
         if positions is not None and self.header.format_version < 2:
             raise ValueError(f"positions need format version 2, this dump has {self.header.format_version}")
         meta = TokensMeta(

@@ -26,7 +26,7 @@ from evenroute.eplb.foreign_source import (
     single_window_source,
     stacked_source,
 )
-from evenroute.eplb.regular_files import check_input, read_input_text
+from evenroute.eplb.regular_files import check_input, check_memory, read_input_text
 
 _PREFERRED = ("logical_count", "loads", "counts")
 
@@ -39,7 +39,8 @@ def natural_key(name: str) -> list[tuple[int, int | str]]:
 def _load_npy(path: Path) -> NDArray[Any]:
     check_input(path)
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        with np.errstate(over="ignore"):  # of a shape beyond all bounds, which is refused
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError:
         raise
     except Exception as error:  # numpy parses the header as Python: SyntaxError, TokenError and more
@@ -84,6 +85,8 @@ def read_npz(path: Path) -> LoadSource:
     with reading(path):
         try:
             with zipfile.ZipFile(path) as archive:
+                for info in archive.infolist():
+                    check_memory(path, info.file_size)
                 names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
                 bad = archive.testzip()
         except zipfile.BadZipFile as error:

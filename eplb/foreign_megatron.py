@@ -11,21 +11,31 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from evenroute.eplb.foreign_ranks import join_rank_sources
-from evenroute.eplb.foreign_source import LoadSource, Window, beginning, damaged, is_text, phase_of_name
+from evenroute.eplb.foreign_source import (
+    MOST_LAYERS,
+    LoadSource,
+    Window,
+    beginning,
+    damaged,
+    is_text,
+    phase_of_name,
+)
 from evenroute.eplb.regular_files import open_input
 
 
 class _Record(msgspec.Struct):
-    step: int
-    layer: int
+    step: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    layer: Annotated[int, Meta(ge=0, lt=MOST_LAYERS)]
     top_indices: list[list[int]]
-    rank: int = 0
+    rank: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
     block: str = "decoder"
 
 

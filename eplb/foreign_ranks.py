@@ -73,7 +73,8 @@ def _chained(group: Sequence[LoadSource]) -> LoadSource:
             raise ValueError(
                 f"{following.path}: part {source.part} of the recording is also in {source.path}"
             )
-    missing = sorted(set(range(1, numbers[-1] + 1)) - set(numbers))
+    gaps = itertools.pairwise([0, *numbers])
+    missing = [f"{a + 1}" if b == a + 2 else f"{a + 1} to {b - 1}" for a, b in gaps if b > a + 1]
     first = parts[0]
     placements: list[PlacementEvent] = []
     for source in parts:
@@ -88,7 +89,7 @@ def _chained(group: Sequence[LoadSource]) -> LoadSource:
     counted = [source.num_windows for source in parts]
     notes = list(dict.fromkeys(note for source in parts for note in source.notes))
     if missing:
-        notes.append(f"{first.path.name}: part {', '.join(map(str, missing))} of this recording is missing")
+        notes.append(f"{first.path.name}: part {', '.join(missing)} of this recording is missing")
     return replace(
         first,
         open_windows=open_windows,

@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.topology import Topology
 
+LARGEST_SHAPE = 1 << 24
+MOST_LAYERS = 1 << 20
+
 Counts = NDArray[np.int64] | NDArray[np.float64]
 Scope = Literal["job", "rank"]
 
@@ -133,6 +136,17 @@ class LoadSource:
     members: list[LoadSource] = field(default_factory=list)
     time_line: list[dict[str, Any]] = field(default_factory=list)  # balancedness an engine logged itself
     has_loads: bool = True
+
+    def __post_init__(self) -> None:
+        """ValueError for a shape that no model has, before memory is taken for it."""
+        if self.num_layers * self.num_logical_experts > LARGEST_SHAPE or self.num_layers > MOST_LAYERS:
+            raise ValueError(
+                f"{self.path}: says {self.num_layers} layers of {self.num_logical_experts} experts, allowed at most "
+                f"{MOST_LAYERS:,} layers and {LARGEST_SHAPE:,} experts in all layers together"
+            )
+        odd = [layer for layer in self.layer_ids or () if not 0 <= layer < MOST_LAYERS]
+        if odd:
+            raise ValueError(f"{self.path}: layer {odd[0]} found, expected [0, {MOST_LAYERS})")
 
     def windows(self) -> Iterator[Window]:
         """The windows in order; ValueError with the file's name if one turns out damaged."""
@@ -286,10 +300,12 @@ def check_map(values: Any, num_logical_experts: int | None = None) -> tuple[NDAr
             f"expected [0, {num_experts})"
         )
     for layer, row in enumerate(array):
-        missing = np.flatnonzero(np.bincount(row, minlength=num_experts) == 0)
-        if len(missing):
+        # Fewer slots than experts: one of the first ones is missing, however many are said to be there.
+        held = np.zeros(min(num_experts, len(row) + 1), bool)
+        held[row[row < len(held)]] = True
+        if not held.all():
             raise ValueError(
-                f"physical_to_logical_map: layer {layer} has no slot for expert {int(missing[0])}"
+                f"physical_to_logical_map: layer {layer} has no slot for expert {int(held.argmin())}"
             )
     return array.astype(np.int32), num_experts
 

@@ -187,6 +187,9 @@ def _from_yaml(path: Path, data: dict[str, Any]) -> LoadSource:
     if not isinstance(table, dict) or not table or not all(type(layer) is int for layer in table):
         raise ValueError("initial_global_assignments must map layer indices to lists of experts")
     layers = sorted(table)
+    for layer in layers:  # references in YAML can make nests that unfold without end
+        if not isinstance(table[layer], list) or not all(type(expert) is int for expert in table[layer]):
+            raise ValueError(f"initial_global_assignments: layer {layer} must be a list of integers")
     lengths = sorted({len(table[layer]) for layer in layers})
     if lengths != [data.get("num_slots")]:
         raise ValueError(f"num_slots={data.get('num_slots')}, but the layers list {lengths} experts")

@@ -22,6 +22,7 @@ from evenroute.eplb.foreign_trtllm import load_balancer_yaml, write_statistics
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.placement_file import save_placement, write_beside_and_rename
 from evenroute.eplb.placement_set import update_placement_set
+from evenroute.eplb.regular_files import shown
 
 TARGETS = ("evenroute", "sglang", "trtllm", "vllm-ascend")
 
@@ -162,7 +163,11 @@ def write_loads(path: Path, source: LoadSource, target: str, *, top_k: int | Non
     for window in source.windows():
         total += window.counts
         number += 1
-    rows: Any = total.astype(np.int64) if np.array_equal(total, np.rint(total)) else total
+    rows: Any = (
+        total.astype(np.int64)
+        if total.max(initial=0) < 2**63 and np.array_equal(total, np.rint(total))
+        else total
+    )
     if source.layer_ids is not None:  # SGLang counts all hidden layers
         whole = np.zeros((max(source.layer_ids) + 1, total.shape[1]), dtype=rows.dtype)
         whole[list(source.layer_ids)] = rows
@@ -199,7 +204,7 @@ def _write_dump(path: Path, source: LoadSource) -> int:
         model=source.model,
         phase=source.phase,
         layer_ids=None if source.layer_ids is None else list(source.layer_ids),
-        notes=[f"converted from {source.kind} {source.path.name}"],
+        notes=[f"converted from {source.kind} {shown(source.path.name)}"],
     )
     with DumpWriter(path, header, replaces_left=True) as writer:
         for event in source.placements:

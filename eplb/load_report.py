@@ -11,6 +11,7 @@ from evenroute.eplb.foreign_source import LoadSource
 from evenroute.eplb.load_history import Achieved, History, as_json_points
 from evenroute.eplb.load_skew import Floats, skew
 from evenroute.eplb.loads import Balancedness
+from evenroute.eplb.regular_files import shown
 
 TOP = 10
 HOT = 2.0  # an expert is hot while its load is at least so many times its layer's mean
@@ -27,7 +28,7 @@ def named_balancedness(balance: Balancedness, source: LoadSource) -> dict[str, A
 def source_facts(source: LoadSource) -> dict[str, Any]:
     """What is known without reading a window."""
     return {
-        "path": str(source.path),
+        "path": shown(source.path),
         "kind": source.kind,
         "scope": source.scope,
         "model": source.model,
@@ -274,8 +275,8 @@ def diff_facts(first: History, second: History, *, top: int = TOP) -> dict[str, 
     balances = [history.balancedness() for history in (first, second)]
     worst = int(np.where(both, shift, -1.0).argmax())
     return {
-        "first": str(first.source.path),
-        "second": str(second.source.path),
+        "first": shown(first.source.path),
+        "second": shown(second.source.path),
         "layers_in_both": int(both.sum()),
         "shift": {
             "mean": float(shift[both].mean()) if both.any() else None,
@@ -318,8 +319,8 @@ def diff_placements(first: LoadSource, second: LoadSource, *, ep_size: int | Non
     )
     moves = before.moved_slots(after)
     return {
-        "first": str(first.path),
-        "second": str(second.path),
+        "first": shown(first.path),
+        "second": shown(second.path),
         "num_slots": [before.num_slots, after.num_slots],
         "moves": int(moves.sum()),
         "moves_per_layer": moves.tolist(),

@@ -54,14 +54,41 @@ def open_input(path: str | PathLike[str]) -> BinaryIO:
 
 
 def read_input(path: str | PathLike[str]) -> bytes:
-    """The file's bytes; errors as `check_input`."""
+    """The file's bytes; errors as `check_input`, and ValueError where memory cannot hold them."""
     with open_input(path) as file:
+        check_memory(path, os.fstat(file.fileno()).st_size)
         return file.read()
 
 
 def read_input_text(path: str | PathLike[str], *, encoding: str = "utf-8") -> str:
     """The file's text, lines ended by a newline; errors as `check_input`, and UnicodeDecodeError."""
     return read_input(path).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def check_memory(path: str | PathLike[str], num_bytes: int) -> None:
+    """ValueError where the content of `path`, `num_bytes` at once, is more than this host has memory left for."""
+    available = _available_bytes()
+    if available is not None and num_bytes > available:
+        raise ValueError(
+            f"{os.fspath(path)}: takes {num_bytes:,} bytes of memory, {available:,} are available"
+        )
+
+
+def _available_bytes() -> int | None:
+    """As the kernel estimates it; None where it does not."""
+    try:
+        with open("/proc/meminfo", "rb") as file:
+            for line in file:
+                if line.startswith(b"MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def shown(path: str | PathLike[str]) -> str:
+    """A path as text that can be written anywhere: bytes of its name that are no UTF-8 as `\\xff`."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def check_target(path: str | PathLike[str]) -> None:
