@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import urllib.request
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from evenroute.dist.messages import JobShape
 from evenroute.dist.metrics import COUNTERS, GAUGES, metric_names
 from evenroute.tools.bench_transport import SimulatedJob
-from support.control_plane import RebalancerProcess
+from support.control_plane import RebalancerProcess, wait_for
 from support.dashboard import DASHBOARD, dashboard, queries
 
 FLAGS = ["--interval", "3600", "--planner", "support.stub_planner:plan", "--metrics-bind", "127.0.0.1:0"]
@@ -25,16 +24,16 @@ def scrape(tmp_path_factory: pytest.TempPathFactory) -> str:
     with RebalancerProcess(tmp_path_factory.mktemp("scrape"), flags=FLAGS) as rebalancer:
         job = SimulatedJob(rebalancer.address, JobShape(3, 8, 12, 4, 1, 2, False, "scrape"), period_s=0.05)
         try:
-            job.start(20)
+            job.start(60)
             address = json.loads(rebalancer.ready.read_text())["metrics"]
-            deadline = time.monotonic() + 20
-            while time.monotonic() < deadline:
+
+            def whole() -> str:
                 job.turn(0.05)
-                with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+                with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
                     text: str = answer.read().decode()
-                if 'evenroute_rank_last_step{rank="3"}' in text:
-                    return text
-            raise AssertionError("no scrape with counts of all ranks within 20 s")
+                return text if 'evenroute_rank_last_step{rank="3"}' in text else ""
+
+            return str(wait_for(whole, 60, "a scrape with counts of all ranks"))
         finally:
             job.close()
 

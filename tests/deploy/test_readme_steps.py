@@ -141,10 +141,10 @@ class Afternoon:
                 process.terminate()
         for process in self.processes:
             try:
-                process.wait(timeout=20)
+                process.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(timeout=10)
+                process.wait(timeout=60)
 
 
 @pytest.mark.timeout(600)

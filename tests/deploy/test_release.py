@@ -216,7 +216,7 @@ def test_installed_rebalancer_serves_with_keys(installed: Path, empty: Path) -> 
     log = (empty / "log").open("wb")
     process = subprocess.Popen([str(installed / "evenroute"), *words], cwd=empty, stdout=log, stderr=log)
     try:
-        for _ in range(300):
+        for _ in range(900):
             if (empty / "r.json").exists() or process.poll() is not None:
                 break
             try:
@@ -230,7 +230,7 @@ def test_installed_rebalancer_serves_with_keys(installed: Path, empty: Path) -> 
         assert json.loads(done.stdout)["address"] == address
     finally:
         process.terminate()
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=60) == 0
         log.close()
     done = run(installed, empty, "inspect", "run.db", "--json")
     assert "Traceback" not in done.stderr

@@ -144,4 +144,4 @@ def test_two_nodes_with_keys_survive_links_that_are_cut_and_healed(nodes: TwoNod
         job.check_counts(tmp_path / "run.db")
     finally:
         rebalancer.terminate()
-        assert rebalancer.wait(timeout=30) == 0, (tmp_path / "rebalancer.log").read_text()[-2000:]
+        assert rebalancer.wait(timeout=60) == 0, (tmp_path / "rebalancer.log").read_text()[-2000:]

@@ -146,7 +146,7 @@ def random_fault(rng, rebalancer, proxy, job):
     pause = rng.uniform(0.2, 2.0)
     if kind in ("kill", "term"):
         rebalancer.signal(signal.SIGKILL if kind == "kill" else signal.SIGTERM)
-        rebalancer.process.wait(timeout=15)
+        rebalancer.process.wait(timeout=60)
         time.sleep(pause)
         rebalancer.start()
     elif kind == "stop":

@@ -20,7 +20,7 @@ from support.chaos import (
     versions,
     wait_new_version,
 )
-from support.control_plane import child_environment, wait_for
+from support.control_plane import child_environment, is_gone, patience, wait_for
 
 
 def seconds_to_the_message(job, ranks):
@@ -80,11 +80,13 @@ def test_under_torchrun_the_launcher_ends_too_and_nothing_is_left(tmp_path):
             wait_for(lambda: all(len(job.steps(rank)) > 50 for rank in range(3)), 200, "steps under torchrun")
             pids = [json.loads((job.folder / f"run-{rank}.json").read_text())["pid"] for rank in range(3)]
             os.kill(pids[1], signal.SIGKILL)
-            assert launcher.wait(timeout=30) != 0
-            wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 5, "no rank is left")
+            began = time.monotonic()
+            assert launcher.wait(timeout=150) != 0
+            assert time.monotonic() - began < 30 * patience()
+            wait_for(lambda: all(map(is_gone, pids)), 60, "no rank is left")
         finally:
             launcher.kill()
-            launcher.wait(timeout=10)
+            launcher.wait(timeout=60)
         job.check_steps()
 
 
@@ -141,8 +143,8 @@ def test_sigterm_while_blocked_in_a_vote_ends_at_once(tmp_path):
             time.sleep(0.5)
             began = time.monotonic()
             job.processes[0].send_signal(signal.SIGTERM)
-            assert job.processes[0].wait(timeout=10) == -signal.SIGTERM
-            assert time.monotonic() - began < 5
+            assert job.processes[0].wait(timeout=60) == -signal.SIGTERM
+            assert time.monotonic() - began < 5 * patience()
 
 
 @pytest.mark.slow

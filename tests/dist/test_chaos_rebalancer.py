@@ -53,7 +53,7 @@ def test_three_lives_on_one_store(tmp_path):
             wait_new_version(job)
             epochs.append(rebalancer.status().epoch)
             rebalancer.signal(number)
-            rebalancer.process.wait(timeout=10)
+            rebalancer.process.wait(timeout=60)
             rebalancer.start()
             wait_epoch_above(job, epochs[-1])
         assert epochs == sorted(set(epochs))
@@ -111,7 +111,7 @@ def test_a_frozen_master_that_wakes_up_is_ignored(tmp_path):
             wait_epoch_above(job, first, 40)
             second = versions(job)[-1][0]
             old.signal(signal.SIGCONT)
-            assert old.process.wait(timeout=20) == 1
+            assert old.process.wait(timeout=60) == 1
             assert "this life ends" in old.log()
             # The old one must not have taken the new one's socket with it.
             wait_new_version(job)
@@ -129,7 +129,7 @@ def test_take_over_on_request(tmp_path):
             tmp_path, name="second", bind=first.bind, store=first.store, flags=["--take-over"]
         )
         with second:
-            assert first.process.wait(timeout=10) == 0
+            assert first.process.wait(timeout=60) == 0
             wait_epoch_above(job, epoch)
             end_and_check(job, [second.store])
 
@@ -188,7 +188,7 @@ def test_a_clock_that_jumps_changes_nothing_that_counts(tmp_path, jump):
             end_and_check(job, [rebalancer.store])
     finally:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 @pytest.mark.slow

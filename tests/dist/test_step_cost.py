@@ -38,11 +38,11 @@ def measure(tmp_path, rebalancer, during, *, steps=STEPS, ep_size=2, step_s=0.00
                 lambda: (s := rebalancer.status_or_none()) and s.state == "serving" and s.run, 60, "the job"
             )
             during(rebalancer)
-        assert [process.wait(timeout=120) for process in processes] == [0] * ep_size
+        assert [process.wait(timeout=240) for process in processes] == [0] * ep_size
     finally:
         for process in processes:
             process.kill()
-            process.wait(timeout=5)
+            process.wait(timeout=60)
     return [summary(json.loads((tmp_path / f"cost-{rank}.json").read_text())) for rank in range(ep_size)]
 
 

@@ -89,13 +89,13 @@ class Prometheus:
     def _end(self) -> None:
         assert self._process is not None
         self._process.kill()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=60)
 
     def get(self, path: str, **parameters: str) -> Any:
         """`data` of an answer of its HTTP interface; AssertionError with its own words for an error."""
         url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 found = json.load(answer)
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{path} {parameters}: {error.read().decode()}") from None
@@ -132,6 +132,12 @@ class Prometheus:
             for alert in found
             if alert["state"] in (state or alert["state"])
         }
+
+    def was_pending(self, name: str, since: float) -> bool:
+        """Whether an alert was pending after the time `since`: by what is kept, for it is so for a second only."""
+        seconds = max(1, int(time.time() - since))
+        kept = f'count_over_time(ALERTS{{alertname="{name}",alertstate="pending"}}[{seconds}s])'
+        return bool(self.get("query", query=kept)["result"])
 
     def wait_alert(self, name: str, state: str = "firing", limit_s: float = 30.0) -> dict[str, Any]:
         found: dict[str, Any] = wait_for(lambda: self.alerts(state).get(name), limit_s, f"{name} {state}")
