@@ -1,4 +1,4 @@
-# The rebalancer and the offline commands: no torch, no GPU, about 0.4 GB (numpy, numba and llvmlite are most of it).
+# The rebalancer and the offline commands: no torch, no GPU, 0.34 GB over its base (numpy, numba, llvmlite).
 #   docker build -f deploy/docker/rebalancer.Dockerfile -t evenroute/rebalancer:0.1.0 .
 ARG PYTHON_VERSION=3.11
 

@@ -1,4 +1,5 @@
-"""Dockerfiles: small, non-root, of files and extras that exist. There is no Docker daemon here: nothing is built."""
+"""Dockerfiles: small, non-root, of files and extras that exist. Nothing is built here:
+deploy/README.md says what was, by hand."""
 
 from __future__ import annotations
 
