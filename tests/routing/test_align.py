@@ -288,15 +288,15 @@ def test_b07_batch_sizes_that_cross_limits(tokens):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ids": torch.zeros(2, 2)}, "ids: expected int32 or int64"),
-        ({"block_size": 0}, "block_size: expected >= 1"),
-        ({"num_experts": 0}, "num_experts: expected 1 to"),
-        ({"invalid": "keep"}, "invalid: expected one of sentinel, drop, found 'keep'"),
-        ({"backend": "cuda"}, "backend: expected one of"),
-        ({"cumsum": torch.zeros(5, dtype=torch.int32)}, r"cumsum: expected int32 \[6\]"),
-        ({"slot_histogram": torch.zeros(4)}, r"slot_histogram: expected int32 \[4\]"),
+        ({"ids": torch.zeros(2, 2)}, "ids must be int32 or int64"),
+        ({"block_size": 0}, "block_size must be >= 1"),
+        ({"num_experts": 0}, r"num_experts must be in \[1,"),
+        ({"invalid": "keep"}, "invalid='keep' is not one of sentinel, drop"),
+        ({"backend": "cuda"}, "backend='cuda' is not one of"),
+        ({"cumsum": torch.zeros(5, dtype=torch.int32)}, r"cumsum must have shape \[6\]"),
+        ({"slot_histogram": torch.zeros(4)}, "slot_histogram must be int32"),
         ({"block_size": 1 << 30}, "need more than"),
-        ({"out": AlignBuffers.allocate(9, 2, 4, device="cpu")}, r"out.sorted_ids: expected int32 \[8\]"),
+        ({"out": AlignBuffers.allocate(9, 2, 4, device="cpu")}, r"out.sorted_ids must have shape \[8\]"),
     ],
 )
 def test_wrong_arguments_are_refused(change, message):
