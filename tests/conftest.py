@@ -1,4 +1,4 @@
-"""Shared fixtures: the real loads beside the checkout, and one process-wide thread limit."""
+"""Shared fixtures: the real loads beside the checkout, one process-wide thread limit, hypothesis without a stopwatch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long a case takes is the machine's load and first-use compilation, not a property.
+settings.register_profile("evenroute", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("evenroute")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
