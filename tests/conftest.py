@@ -1,4 +1,4 @@
-"""Shared fixtures: the real loads beside the checkout, one process-wide thread limit, hypothesis without a stopwatch."""
+"""Shared fixtures: the real loads beside the checkout; no extra threads; hypothesis without a stopwatch."""
 
 from __future__ import annotations
 
