@@ -33,9 +33,14 @@ def run_example(name: str, *arguments: str, ranks: int = 2, timeout: float = 240
     return done.stdout
 
 
+def said_by_ranks(out: str) -> list[str]:
+    """What each rank printed: torchrun's workers are unbuffered, so that two lines' ends can come after both texts."""
+    return [f"rank {text.strip()}" for text in out.split("rank ")[1:]]
+
+
 @pytest.mark.slow
 def test_minimal_engine_runs_without_a_rebalancer() -> None:
-    lines = run_example("minimal_engine.py").splitlines()
+    lines = said_by_ranks(run_example("minimal_engine.py"))
     assert sorted(lines) == [f"rank {rank}: routed with placement (0, 0)" for rank in (0, 1)]
 
 
@@ -79,7 +84,7 @@ def test_an_engine_of_ones_own_with_a_rebalancer_beside_it(
     finally:
         rebalancer.terminate()
         assert rebalancer.wait(timeout=60) == 0
-    printed = done.stdout.splitlines()
+    printed = said_by_ranks(done.stdout)
     assert len(printed) == 2
     assert all(f"({status.json['epoch']}, " in line for line in printed), (
         "the run ended on its start placement"
@@ -94,7 +99,7 @@ def test_transformers_model_answers_as_before_while_experts_move(tmp_path: Path)
     pytest.importorskip("transformers", "5.0", reason="transformers 5 is not installed (extra: examples)")
     compile_planner()
     with RebalancerProcess(tmp_path, flags=["--interval", "2w", "--policy", "global"]) as rebalancer:
-        lines = run_example("transformers_moe.py", rebalancer.bind).splitlines()
+        lines = said_by_ranks(run_example("transformers_moe.py", rebalancer.bind))
     found = [
         re.search(r"(\d+) bytes of experts received, answers differ by ([\d.e+-]+)$", line) for line in lines
     ]

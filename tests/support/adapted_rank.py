@@ -53,10 +53,9 @@ def main() -> None:
                 break
         received = adapted.mover.bytes_received
         key = adapted.agent.key
-    print(
-        json.dumps({"worst": worst, "steps": steps, "moved": moved, "key": key, "bytes": received}),
-        flush=True,
-    )
+    result = {"worst": worst, "steps": steps, "moved": moved, "key": key, "bytes": received}
+    # One write: torchrun's workers are unbuffered and share a pipe, and `print` writes the line's end apart.
+    sys.stdout.write(json.dumps(result) + "\n")
     torch_dist.destroy_process_group()
 
 
