@@ -127,9 +127,7 @@ def test_sums_of_ranks_that_overflow_are_refused(tmp_path: Path) -> None:
     for rank in (0, 1):
         header = DumpHeader(num_layers=2, num_logical_experts=2, mode="per_pass", scope="rank", rank=rank)
         with DumpWriter(tmp_path / f"{rank}.evd", header) as writer:
-            writer.add_window(
-                Window(np.array([[1, 1 + rank], [0, 2**62]]), first_step=0, last_step=0)
-            )
+            writer.add_window(Window(np.array([[1, 1 + rank], [0, 2**62]]), first_step=0, last_step=0))
     assert_one_line_error(evenroute("inspect", tmp_path), "layer 1 add up to more than")
 
 
