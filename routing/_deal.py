@@ -84,29 +84,8 @@ def share_by_ticket(tables_ptr, threshold_ptr, offset, count, uneven, ticket, sh
 
 
 @triton.jit
-def pick_slots(
-    tables_ptr,
-    tickets_ptr,
-    row,
-    expert,
-    pay,
-    valid,
-    salt,
-    ep_rank,
-    FORM: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    COUNT: tl.constexpr,
-    PAYLOAD: tl.constexpr,
-    AT: tl.constexpr,
-    E: tl.constexpr,
-    TICKET_COPIES: tl.constexpr,
-    TICKET_STRIDE: tl.constexpr,
-):
-    """Slot of every (row, expert) [32, ROWS]; AT: columns of the layer's table row (see `route_kernel.py`)."""
-    if FORM == "static":
-        if PAYLOAD:
-            return pay & 0xFFFFF
-        return tl.load(tables_ptr + AT[3] + expert, mask=valid, other=0)
+def replicas_of(tables_ptr, expert, pay, valid, PAYLOAD: tl.constexpr, AT: tl.constexpr):
+    """(first place in the layer's slot list, replicas, whether their shares differ) of every (row, expert)."""
     if PAYLOAD:
         offset = (pay >> 8) & 0xFFF
         count = (pay >> 1) & 0x7F
@@ -116,29 +95,81 @@ def pick_slots(
         offset = span >> 11
         count = (span >> 1) & 0x3FF
         uneven = (span & 1) != 0
-    count = tl.where(valid, count, 1)
-    uneven = uneven & valid
+    return offset, tl.where(valid, count, 1), uneven & valid
+
+
+@triton.jit
+def draw_tickets(
+    tables_ptr,
+    tickets_ptr,
+    expert,
+    replicas,
+    valid,
+    WEIGHTED: tl.constexpr,
+    COUNT: tl.constexpr,
+    AT: tl.constexpr,
+    E: tl.constexpr,
+    TICKET_COPIES: tl.constexpr,
+    TICKET_STRIDE: tl.constexpr,
+):
+    """(word, (depth, share, begin)): each pair's ticket word before this draw, and what `share_by_ticket` will read.
+
+    The trip to L2 and back is the longest wait of a short batch: the weights are computed meanwhile.
+    """
+    copy = tl.program_id(0) % TICKET_COPIES
+    address = tickets_ptr + (copy * E + expert).to(tl.int64) * TICKET_STRIDE
+    step = tl.full(expert.shape, 4294967297 if COUNT else 1, tl.int64)
+    word = tl.atomic_add(address, step, mask=valid, sem="relaxed")
+    loaded = (0, 0, 0)
+    if WEIGHTED:
+        offset, count, uneven = replicas
+        depth = tl.load(tables_ptr + AT[7])
+        place = offset + (count + 1) // 2 - 1
+        share = tl.load(tables_ptr + AT[2] + place, mask=uneven & (count <= 4), other=0)
+        begin = tl.load(tables_ptr + AT[6] + expert, mask=uneven & (count > 4), other=0)
+        loaded = (depth, share, begin)
+    return word, loaded
+
+
+@triton.jit
+def ticket_of(word, weight):
+    """Tickets, the low halves of the words, uint32; weights are never negative.
+
+    What looks like a use of weight and high half is there for ptxas: it would wait for the words first and compute the
+    weights afterwards, and would wait inside the atomic's own branch if only one half were live.
+    """
+    return word.to(tl.uint32) + tl.where(weight < 0.0, (word >> 32).to(tl.uint32), 0)
+
+
+@triton.jit
+def pick_slots(
+    tables_ptr,
+    row,
+    expert,
+    replicas,
+    ticket,
+    loaded,
+    valid,
+    salt,
+    ep_rank,
+    FORM: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    AT: tl.constexpr,
+    TICKET_COPIES: tl.constexpr,
+):
+    """Slot of every (row, expert) [32, ROWS]; AT: columns of the layer's table row (see `route_kernel.py`).
+
+    ticket, loaded: from `ticket_of` and `draw_tickets`, of the form "exact" only.
+    """
+    offset, count, uneven = replicas
     if FORM == "exact":
-        copy = tl.program_id(0) % TICKET_COPIES
-        word = (copy * E + expert).to(tl.int64) * TICKET_STRIDE
-        step: tl.constexpr = 4294967297 if COUNT else 1
+        start = (expert + ep_rank + tl.program_id(0) % TICKET_COPIES).to(tl.uint32)
+        replica = ((ticket + start) % count.to(tl.uint32)).to(tl.int32)
         if WEIGHTED:
-            # What does not wait for the ticket.
-            depth = tl.load(tables_ptr + AT[7])
-            share = tl.load(
-                tables_ptr + AT[2] + offset + (count + 1) // 2 - 1, mask=uneven & (count <= 4), other=0
-            )
-            begin = tl.load(tables_ptr + AT[6] + expert, mask=uneven & (count > 4), other=0)
-        ticket = tl.atomic_add(
-            tickets_ptr + word, tl.full(expert.shape, step, tl.int64), mask=valid, sem="relaxed"
-        )
-        turn = ticket.to(tl.uint32)
-        start = (expert + ep_rank + copy).to(tl.uint32)
-        replica = ((turn + start) % count.to(tl.uint32)).to(tl.int32)
-        if WEIGHTED:
-            ticket = (turn % 65535).to(tl.int32)
+            depth, share, begin = loaded
+            turn = (ticket % 65535).to(tl.int32)
             shared = share_by_ticket(
-                tables_ptr, tables_ptr + AT[2], offset, count, uneven, ticket, share, depth, begin
+                tables_ptr, tables_ptr + AT[2], offset, count, uneven, turn, share, depth, begin
             )
             replica = tl.where(uneven, shared, replica)
     else:

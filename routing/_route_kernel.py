@@ -9,7 +9,7 @@ import triton.language as tl
 
 from evenroute.routing._choose import choose_best
 from evenroute.routing._chunks import ID_SHIFT, LAST_EXPERT, row_bias, softmax_parts
-from evenroute.routing._deal import pick_slots
+from evenroute.routing._deal import draw_tickets, pick_slots, replicas_of, ticket_of
 from evenroute.routing._outputs import order_by_payload, publish_histogram, store_columns
 from evenroute.routing._scores import FLOAT_MAX, clean_logit, inverse_key, reciprocal, score_of
 
@@ -209,6 +209,13 @@ def route(
     if BY_ID or MODE != "choose":
         expert = LAST_EXPERT - (pay >> ID_SHIFT)
     expert = tl.where(valid, expert, 0)
+    HAS_PAY: tl.constexpr = PAYLOAD and MODE == "choose"
+    if FORM != "static":
+        replicas = replicas_of(tables_ptr, expert, pay, valid, HAS_PAY, AT)
+    if FORM == "exact":
+        word, loaded = draw_tickets(
+            tables_ptr, tickets_ptr, expert, replicas, valid, WEIGHTED, COUNT, AT, E, TICKET_COPIES, TICKET_STRIDE
+        )  # fmt: skip
 
     if MODE == "given":
         weight = tl.load(given_weights_ptr + row * K + (63 - (pay & 63)), mask=valid, other=0.0).to(
@@ -256,24 +263,31 @@ def route(
     if SCALE != 1.0:
         weight = tl.minimum(weight * SCALE, FLOAT_MAX)
 
-    slot = pick_slots(
-        tables_ptr,
-        tickets_ptr,
-        row + row_offset,
-        expert,
-        pay,
-        valid,
-        salt,
-        ep_rank,
-        FORM,
-        WEIGHTED,
-        COUNT,
-        PAYLOAD and MODE == "choose",
-        AT,
-        E,
-        TICKET_COPIES,
-        TICKET_STRIDE,
-    )
+    if FORM == "static":
+        slot = pay & 0xFFFFF
+        if not HAS_PAY:
+            slot = tl.load(tables_ptr + AT[3] + expert, mask=valid, other=0)
+    else:
+        ticket = expert
+        if FORM == "exact":
+            ticket = ticket_of(word, weight)
+        else:
+            loaded = (0, 0, 0)
+        slot = pick_slots(
+            tables_ptr,
+            row + row_offset,
+            expert,
+            replicas,
+            ticket,
+            loaded,
+            valid,
+            salt,
+            ep_rank,
+            FORM,
+            WEIGHTED,
+            AT,
+            TICKET_COPIES,
+        )
     if COUNT and FORM != "exact":
         counter = counts_ptr + (pid % COPIES) * E + expert
         tl.atomic_add(counter, 1, mask=valid, sem="relaxed")

@@ -153,6 +153,8 @@ def program_shape(per_lane: int, num_tokens: int) -> tuple[int, int, int | None]
     across warps, which costs more. More rows a warp, and programs that go on to further rows, never paid.
     """
     if per_lane > 8:
+        if 16 < per_lane <= 32:  # by itself the compiler takes a few more than 32 one-warp programs have
+            return 1, 1, 255 if num_tokens <= 256 else 64
         return 1, 1, 255 if per_lane > 16 and num_tokens <= 256 else None
     if per_lane <= 4 or num_tokens > 256:
         return 4, 4, 64
