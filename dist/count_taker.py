@@ -117,7 +117,7 @@ class CountTaker:
                     self.skipped += 1
                     return
                 self._wait_for_buffer()
-            buffer = self._free.popleft()
+            buffer = self._free.pop()  # the one used last: its memory is in the caches
             self._counters.take(buffer.tensor)
             buffer.mark()
             take = Take(self.first_step, step - 1, self._tokens, buffer, self._free.append, ends_window)

@@ -97,11 +97,20 @@ class ExpertCounters:
             require_tensor("out", out, tuple(self._total.shape), dtypes=(torch.int64,))
         if self.device.type == "cuda":
             self._take_on_device()
+        elif self.copies == 1 and self.tickets is None and (out is None or out.device.type == "cpu"):
+            return self._move(self._total.clone() if out is None else out)
         else:
             self._take_on_host()
         if out is None:
             return self._total.clone()
         return out.copy_(self._total, non_blocking=True)
+
+    def _move(self, out: Tensor) -> Tensor:
+        """Copy and clear, on the host; NumPy takes half the time of torch."""
+        counts = self.counts.numpy()
+        out.numpy()[...] = counts[:, 0]
+        counts.fill(0)
+        return out
 
     def _take_on_host(self) -> None:
         torch.sum(self.counts, dim=1, dtype=torch.int64, out=self._total)

@@ -9,6 +9,7 @@ import torch
 
 from evenroute.routing import launch_plan
 from evenroute.routing.config import RouterConfig
+from evenroute.routing.counters import count_copies
 from evenroute.routing.launch_plan import (
     bound_layout,
     list_depth,
@@ -155,3 +156,12 @@ def test_short_rows_by_codes(index: int) -> None:
 def test_rows_that_codes_do_not_fit() -> None:
     for experts, top_k, groups, kept in ((257, 8, 1, 1), (256, 8, 1, 1), (256, 8, 8, 5), (256, 8, 32, 4)):
         assert not plan_launch(RouterConfig(experts, top_k, "sigmoid", groups, kept), 6).coded
+
+
+@pytest.mark.parametrize("experts", [1, 8, 128, 256, 384, 896, 2048])
+def test_copies_of_the_counts_keep_atomics_apart(experts: int) -> None:
+    """128 experts need more copies than 256; thousands of experts do not multiply memory."""
+    copies = count_copies(experts)
+    assert 16 <= copies <= 64
+    assert copies * experts >= 8192 or copies == 64
+    assert copies == 16 or copies * experts < 4 * 8192

@@ -1,5 +1,8 @@
 """Cost of `agent.step()` on the forward thread beside a bare copy-and-zero of the same count array, in one run.
 
+The ranks meet before every step, as the collectives of an expert-parallel step make them: a rank that runs ahead would
+wait for the others' votes, whatever the control plane does.
+
 `python -m support.step_cost OPTIONS.json` with torchrun's environment: ADDRESS of a rebalancer, number of steps, and a
 folder for the figures (microseconds, `cost-RANK.json`).
 """
@@ -43,6 +46,7 @@ def main():
     counts = torch.from_numpy(np.random.default_rng(rank).integers(0, 50, (L, E)))
     figures = {"step": [], "copy": [], "switched": 0}
     for step in range(options["steps"]):
+        torch_dist.barrier(group)
         began = time.perf_counter()
         result = agent.step(128)
         middle = time.perf_counter()
