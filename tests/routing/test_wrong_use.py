@@ -313,7 +313,8 @@ def test_odd_inputs_that_mean_something_are_routed(backend: str) -> None:
     ):
         mine = router(backend=backend)
         found = mine(logits, 0, bias=own, num_valid_tokens=one, out=mine.allocate(5))
-        assert torch.equal(found.weights, wanted.weights)
+        # Kernels compiled for another kind of bias may add up a row's denominator in another order.
+        torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-6, atol=0)
         assert torch.equal(found.physical_ids, wanted.physical_ids)
         assert not found.weights.requires_grad
     with torch.inference_mode():
