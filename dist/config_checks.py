@@ -146,21 +146,10 @@ def check_own_planner(planner: PlannerSettings, *, trial: bool) -> list[str]:
 
 
 def _trial_request(planner: PlannerSettings) -> typing.Any:
-    from evenroute.dist.messages import pack_placement
-    from evenroute.dist.planner_process import PlanRequest
+    from evenroute.dist.planner_process import plan_request
     from evenroute.eplb.placement import Placement
     from evenroute.eplb.topology import Topology
 
     experts = 4 * planner.num_groups
     current = Placement.initial(1, experts, experts + _TRIAL_RANKS, Topology(_TRIAL_RANKS))
-    loads = np.arange(1.0, experts + 1.0)
-    return PlanRequest(
-        cycle=1,
-        function=planner.function,
-        loads=loads.astype("<f8").tobytes(),
-        current=pack_placement(current),
-        policy=planner.policy,
-        num_groups=planner.num_groups,
-        target=planner.target,
-        max_moves=planner.max_moves,
-    )
+    return plan_request(planner, 1, np.arange(1.0, experts + 1.0)[None], current)

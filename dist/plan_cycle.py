@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from evenroute.dist.config import PlannerSettings
 from evenroute.dist.load_view import LoadView
-from evenroute.dist.messages import pack_placement, unpack_placement
-from evenroute.dist.planner_process import PlannerError, PlannerProcess, PlanReply, PlanRequest
+from evenroute.dist.messages import unpack_placement
+from evenroute.dist.planner_process import PlannerError, PlannerProcess, PlanReply, plan_request
 from evenroute.dist.rebalancer_core import Outgoing, PlacementInfo, RebalancerCore
 from evenroute.eplb.loads import balancedness, rank_loads
 from evenroute.eplb.placement import Placement
@@ -148,17 +148,7 @@ class PlanCycle:
         self._measure(loads, live)
         self._core.clear_loads()
         self._interval_from = self._requested_at = now
-        settings = self.settings
-        request = PlanRequest(
-            cycle=self.cycle,
-            function=settings.function,
-            loads=loads.astype("<f8").tobytes(),
-            current=pack_placement(live),
-            policy=settings.policy,
-            num_groups=settings.num_groups,
-            target=settings.target,
-            max_moves=settings.max_moves,
-        )
+        request = plan_request(self.settings, self.cycle, loads, live)
         try:
             self.planner.request(request)
         except OSError as error:

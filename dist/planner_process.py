@@ -24,7 +24,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from evenroute.dist.config import DEFAULT_PLANNER
+from evenroute.dist.config import DEFAULT_PLANNER, PlannerSettings
 from evenroute.dist.messages import WirePlacement, pack_placement
 from evenroute.eplb.loads import Balancedness
 from evenroute.eplb.placement import Placement
@@ -48,6 +48,22 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
     num_groups: int
     target: float | None
     max_moves: int | None
+
+
+def plan_request(
+    settings: PlannerSettings, cycle: int, loads: NDArray[np.float64], current: Placement
+) -> PlanRequest:
+    """A request with the settings' planner and limits; loads [L, E]."""
+    return PlanRequest(
+        cycle=cycle,
+        function=settings.function,
+        loads=loads.astype("<f8").tobytes(),
+        current=pack_placement(current),
+        policy=settings.policy,
+        num_groups=settings.num_groups,
+        target=settings.target,
+        max_moves=settings.max_moves,
+    )
 
 
 class PlanReply(Struct, frozen=True, forbid_unknown_fields=True):
