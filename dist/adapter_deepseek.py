@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from evenroute.dist.adapter_loads import host_loads
 from evenroute.eplb import deepseek
 
 
@@ -34,7 +35,7 @@ def rebalance_experts(
     Raises:
         ValueError: numbers that do not divide (with the nearest valid ``num_replicas``), bad loads.
     """
-    loads = weight.detach().to("cpu", torch.float64).numpy()
+    loads = host_loads("weight", weight)
     arrays = deepseek.rebalance_experts(loads, num_replicas, num_groups, num_nodes, num_gpus)
     phy2log, log2phy, logcnt = (torch.from_numpy(array) for array in arrays)
     return phy2log, log2phy, logcnt

@@ -41,6 +41,14 @@ from evenroute.dist.migration import MigrationConfig, WeightMover
 from evenroute.dist.weights import ExpertWeights
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.topology import Topology
+from evenroute.eplb.values import (
+    as_integer,
+    describe,
+    is_number,
+    require_choice,
+    require_instance,
+    require_text,
+)
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router
@@ -81,6 +89,7 @@ def find_blocks(model: nn.Module) -> list[MoeBlock]:
     Raises:
         ValueError: there is none, or one that can't be taken; names the class found, what is wrong, and the remedy.
     """
+    require_instance("model", model, nn.Module)
     blocks, near, other = [], [], ""
     for name, module in model.named_modules():
         if not hasattr(module, "experts"):
@@ -107,9 +116,11 @@ def find_blocks(model: nn.Module) -> list[MoeBlock]:
 def _problem(module: Any) -> str:
     """Why a block can't be taken; empty if it can."""
     experts = module.experts
-    if not isinstance(experts, nn.Module) or any(not hasattr(experts, name) for name in WEIGHT_NAMES):
+    tensors = {}
+    if isinstance(experts, nn.Module):
+        tensors = {**dict(experts.named_parameters()), **dict(experts.named_buffers())}
+    if not set(WEIGHT_NAMES) <= set(tensors):
         return f"has experts of class {type(experts).__name__} without stacked {' and '.join(WEIGHT_NAMES)}"
-    tensors = {**dict(experts.named_parameters()), **dict(experts.named_buffers())}
     extra = sorted(set(tensors) - set(WEIGHT_NAMES))
     if extra:
         return f"has experts with further tensors {extra}, which would stay behind when an expert moves"
@@ -132,6 +143,7 @@ def router_config_of(model: Any) -> RouterConfig:
     Raises:
         ValueError: the configuration lacks a field; names the class and the fields looked for.
     """
+    require_instance("model", model, nn.Module)
     config = getattr(model, "config", None)
     where = f"{type(model).__name__}.config ({type(config).__name__})"
     experts = next((getattr(config, name) for name in _EXPERT_FIELDS if getattr(config, name, None)), None)
@@ -143,21 +155,31 @@ def router_config_of(model: Any) -> RouterConfig:
     has_bias = selection_bias(find_blocks(model)[0].module) is not None
     scoring = getattr(config, "scoring_func", None) or ("sigmoid" if has_bias else "softmax")
     groups = getattr(config, "n_group", None) or 1
+    kept_groups = getattr(config, "topk_group", None) or 1
     method = getattr(config, "topk_method", None)
+    factor = getattr(config, "routed_scaling_factor", None) or 1.0
+    if not is_number(factor):
+        raise ValueError(f"{where}: routed_scaling_factor must be a finite number, found {describe(factor)}")
     return RouterConfig(
-        num_experts=int(experts),
-        top_k=int(top_k),
+        num_experts=as_integer(f"{where}: number of experts", experts),
+        top_k=as_integer(f"{where}: num_experts_per_tok", top_k),
         scoring=scoring,
-        num_groups=int(groups),
-        topk_group=int(getattr(config, "topk_group", None) or 1),
+        num_groups=as_integer(f"{where}: n_group", groups),
+        topk_group=as_integer(f"{where}: topk_group", kept_groups),
         renormalize=bool(getattr(config, "norm_topk_prob", True)),
-        routed_scaling_factor=float(getattr(config, "routed_scaling_factor", None) or 1.0),
+        routed_scaling_factor=float(factor),
         topk_method="greedy" if method == "group_limited_greedy" else "noaux_tc",
     )
 
 
 def selection_bias(block: Any) -> Tensor | None:
-    """The bias ``[E]`` that takes part in the choice alone, where a block's gate, or the block itself, has one."""
+    """The bias ``[E]`` that takes part in the choice alone, where a block's gate, or the block itself, has one.
+
+    Raises:
+        ValueError: the block has no gate.
+    """
+    if not hasattr(block, "gate"):
+        raise ValueError(f"block must be a module with `gate`, found {describe(block)}")
     for owner in (block.gate, block):
         bias = getattr(owner, "e_score_correction_bias", None)
         if isinstance(bias, Tensor):
@@ -177,6 +199,13 @@ def check_gate(block: MoeBlock, config: RouterConfig) -> None:
     Raises:
         ValueError: they choose or weigh differently; names the block, a row and both answers.
     """
+    require_instance("block", block, MoeBlock)
+    require_instance("config", config, RouterConfig)
+    if not all(hasattr(block.module, name) for name in ("gate", "experts")):
+        raise ValueError(f"{block.where}: found no `gate` and `experts`; {_REMEDY}")
+    problem = _problem(block.module)
+    if problem:
+        raise ValueError(f"{block.where} {problem}; {_REMEDY}")
     gate = block.module.gate
     gate_up = block.module.experts.gate_up_proj
     generator = torch.Generator().manual_seed(0)
@@ -302,6 +331,12 @@ def _sub_group(group: ProcessGroup, backend: str | None = None) -> ProcessGroup:
     return created
 
 
+def _require_or_none(name: str, value: Any, kind: type[Any]) -> None:
+    """As `require_instance`; None leaves the argument out."""
+    if value is not None:
+        require_instance(name, value, kind)
+
+
 def adapt(
     model: nn.Module,
     *,
@@ -334,7 +369,22 @@ def adapt(
         ValueError: no MoE block, one that can't be taken, a gate that answers otherwise than the router would, numbers
             that do not divide; before anything is changed.
     """
+    require_instance("model", model, nn.Module)
+    require_instance("group", group, ProcessGroup)
+    require_instance("agent", agent, AgentConfig)
+    _require_or_none("config", config, RouterConfig)
+    _require_or_none("placement", placement, Placement)
+    _require_or_none("migration", migration, MigrationConfig)
+    _require_or_none("blocks", blocks, Sequence)
+    num_redundant_experts = as_integer("num_redundant_experts", num_redundant_experts, 0)
+    num_nodes = as_integer("num_nodes", num_nodes, 1)
+    require_choice("tokens", tokens, ("own", "shared"))
+    require_text("dispatch", dispatch)
     blocks = find_blocks(model) if blocks is None else list(blocks)
+    if not blocks:
+        raise ValueError("blocks must hold at least one MoeBlock, found none")
+    for number, block in enumerate(blocks):
+        require_instance(f"blocks: {number}", block, MoeBlock)
     config = router_config_of(model) if config is None else config
     for block in blocks:
         check_gate(block, config)

@@ -31,9 +31,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenroute.dist.adapter_loads import host_loads, host_rows
 from evenroute.eplb.placement import Placement, replica_counts
 from evenroute.eplb.planner import plan_placement
 from evenroute.eplb.topology import Topology
+from evenroute.eplb.values import as_integer, describe, require_instance, require_text
 
 FORMS = ("maps", "map", "context")
 POLICIES = ("full", "incremental")  # those with even shares
@@ -51,19 +53,26 @@ class ExpertMaps(NamedTuple):
     replica_count: Tensor
 
 
-def _current(old: Tensor | None, num_experts: int, num_slots: int, topology: Topology) -> Placement | None:
+def _current(
+    old: Tensor | None, num_layers: int, num_experts: int, num_slots: int, topology: Topology
+) -> Placement | None:
     """The placement in use; None (from scratch) if vLLM gave none or one that is not a placement by our rules."""
     if old is None:
         return None
-    rows = old.detach().cpu().numpy()
+    rows = host_rows("old_global_expert_indices", old, num_layers)
     if rows.shape[1] != num_slots:
         logger.info("EPLB: %d slots in use, %d planned: planning from scratch", rows.shape[1], num_slots)
         return None
     try:
-        return Placement(rows.astype(np.int32), num_experts, topology)
+        return Placement(rows, num_experts, topology)
     except ValueError as error:  # vLLM's own policy may put an expert twice on a rank
         logger.warning("EPLB: the placement in use is not taken as a start: %s", error)
         return None
+
+
+def _check_policy(policy: str) -> None:
+    if not isinstance(policy, str) or policy not in POLICIES:
+        raise ValueError(f"policy={describe(policy)}: vLLM can use {' or '.join(POLICIES)}")
 
 
 def plan_maps(
@@ -86,19 +95,22 @@ def plan_maps(
         policy: "full" plans anew (hierarchical or global), "incremental" moves few experts from what is in use.
 
     Raises:
-        ValueError: numbers that do not divide (with the nearest valid ones), a NaN, infinite or negative load.
+        ValueError: numbers that do not divide (with the nearest valid ones), a NaN, infinite or negative load, an
+            argument of another kind or shape.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"policy={policy!r}: vLLM can use {' or '.join(POLICIES)}")
-    num_experts = int(weight.shape[1])
+    _check_policy(policy)
+    num_replicas, num_groups = as_integer("num_replicas", num_replicas), as_integer("num_groups", num_groups)
+    num_nodes, num_ranks = as_integer("num_nodes", num_nodes), as_integer("num_ranks", num_ranks)
+    loads = host_loads("weight", weight)
+    num_layers, num_experts = loads.shape
     hierarchical = num_groups > 1 and num_nodes > 1 and num_groups % num_nodes == 0
     topology = Topology(num_ranks, num_nodes)
     plan = plan_placement(
-        weight.detach().to("cpu", torch.float64).numpy(),
+        loads,
         topology=topology,
         num_slots=num_replicas,
         num_groups=num_groups if hierarchical else 1,
-        current=_current(old_global_expert_indices, num_experts, num_replicas, topology),
+        current=_current(old_global_expert_indices, num_layers, num_experts, num_replicas, topology),
         policy=policy if policy == "incremental" else "hierarchical" if hierarchical else "global",
     )
     assert plan.placement.shares is None, "vLLM spreads tokens evenly over replicas"
@@ -124,8 +136,9 @@ def interface_form(abstract: type) -> str:
     Raises:
         ValueError: none of them; the message names the class and its methods.
     """
+    require_instance("abstract", abstract, type)
     method = getattr(abstract, "plan_rebalance", None) or getattr(abstract, "rebalance_experts", None)
-    if method is not None:
+    if callable(method):
         signature = inspect.signature(method)
         names = set(signature.parameters)
         if {"context", "policy_state"} <= names:
@@ -150,12 +163,12 @@ def build_policy(abstract: type, *, plan_type: type | None = None, policy: str =
     Raises:
         ValueError: an unknown form or policy, or "context" without ``plan_type``.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"policy={policy!r}: vLLM can use {' or '.join(POLICIES)}")
+    _check_policy(policy)
     form = interface_form(abstract)
     if form == "context":
         if plan_type is None:
             raise ValueError("plan_type: missing, expected the engine's EplbPlan for the form 'context'")
+        require_instance("plan_type", plan_type, type)
         return _context_policy(abstract, plan_type, policy)
 
     def rebalance_experts(
@@ -177,16 +190,20 @@ def build_policy(abstract: type, *, plan_type: type | None = None, policy: str =
 def _context_policy(abstract: type, plan_type: type, policy: str) -> type:
     def plan(self: Any, context: Any, policy_state: Any) -> Any:
         """All samples of the window count alike; the plan starts from the placement in use."""
-        topology = context.topology
-        maps = plan_maps(
-            context.load_window_cpu.sum(dim=0),
-            context.num_replicas,
-            topology.num_groups,
-            topology.num_nodes,
-            topology.num_ranks,
-            context.physical_to_logical_map_cpu,
-            policy=policy,
-        )
+        try:
+            window, slots, topology = context.load_window_cpu, context.num_replicas, context.topology
+            numbers = (slots, topology.num_groups, topology.num_nodes, topology.num_ranks)
+            old = context.physical_to_logical_map_cpu
+        except AttributeError as error:
+            raise ValueError(
+                f"context {describe(context)} is not one of a vLLM known here: {error}"
+            ) from None
+        if not isinstance(window, Tensor) or window.ndim != 3:
+            found = describe(window)
+            raise ValueError(
+                f"load_window_cpu must be a torch.Tensor [samples, layers, experts], found {found}"
+            )
+        maps = plan_maps(window.sum(dim=0), *numbers, old, policy=policy)
         return plan_type(physical_to_logical_map=maps.physical_to_logical)
 
     name = "plan_rebalance" if hasattr(abstract, "plan_rebalance") else "rebalance_experts"
@@ -201,8 +218,10 @@ def register(name: str = "default", *, policy: str = "full") -> type:
 
     Raises:
         ImportError: vLLM is not installed, or has no EPLB policies yet.
-        ValueError: its policy interface is of a form that is not known here.
+        ValueError: its policy interface is of a form that is not known here; no such name or policy.
     """
+    require_text("name", name)
+    _check_policy(policy)
     from vllm.distributed.eplb import policy as vllm_policy  # type: ignore[import-not-found]
 
     abstract = vllm_policy.AbstractEplbPolicy

@@ -10,8 +10,10 @@ from numpy.typing import ArrayLike, NDArray
 from evenroute.eplb.loads import placement_balancedness
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.planner_full import full_placement
+from evenroute.eplb.planner_layers import check_num_threads
 from evenroute.eplb.planner_moves import MoveLimits, moved_placement
 from evenroute.eplb.planner_robust import plan_windows
+from evenroute.eplb.values import as_integer, describe, is_number, require_instance
 from evenroute.eplb.windows import COMBINATIONS, validate_windows
 
 
@@ -61,6 +63,11 @@ def backtest(
     Raises:
         ValueError: fewer than two windows, or loads that do not fit the placement.
     """
+    require_instance("placement", placement, Placement)
+    if not is_number(move_fraction) or not 0 <= move_fraction <= 1:
+        raise ValueError(f"move_fraction={describe(move_fraction)}, expected a part of slots in [0, 1]")
+    depth, most_windows = as_integer("depth", depth, 1), as_integer("most_windows", most_windows, 1)
+    check_num_threads(num_threads)
     windows = validate_windows(history)
     if len(windows) < 2:
         raise ValueError(f"backtest needs at least 2 windows, found {len(windows)}")

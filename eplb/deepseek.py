@@ -9,6 +9,7 @@ from evenroute.eplb.loads import validate_loads
 from evenroute.eplb.placement import replica_counts
 from evenroute.eplb.planner import plan_placement
 from evenroute.eplb.topology import check_plan_numbers
+from evenroute.eplb.values import as_integer
 
 
 def rebalance_experts(
@@ -30,6 +31,8 @@ def rebalance_experts(
         ValueError: numbers that do not divide (with the nearest valid ``num_replicas``), bad loads.
     """
     loads = validate_loads(weight)
+    num_replicas, num_groups = as_integer("num_replicas", num_replicas), as_integer("num_groups", num_groups)
+    num_nodes, num_gpus = as_integer("num_nodes", num_nodes), as_integer("num_gpus", num_gpus)
     num_layers, num_experts = loads.shape
     topology = check_plan_numbers(num_experts, num_replicas, num_groups, num_nodes, num_gpus)
     policy = "hierarchical" if num_groups > 1 and num_nodes > 1 else "global"

@@ -43,6 +43,7 @@ from evenroute.eplb.foreign_source import (
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.regular_files import open_input
 from evenroute.eplb.topology import Topology
+from evenroute.eplb.values import as_path
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +69,7 @@ class DumpReader:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = as_path("path", path)
         self.grows = False
         with open_input(self.path) as file:
             self._identity = os.fstat(file.fileno())

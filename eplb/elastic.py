@@ -10,9 +10,10 @@ from numpy.typing import ArrayLike, NDArray
 from evenroute.eplb.loads import placement_balancedness, validate_loads
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.planner import Plan, figure
-from evenroute.eplb.planner_layers import normalized
+from evenroute.eplb.planner_layers import check_num_threads, normalized
 from evenroute.eplb.planner_moves import MoveLimits, moved_placement
 from evenroute.eplb.topology import Topology, check_num_slots
+from evenroute.eplb.values import as_integer, describe, require_bool, require_instance
 
 
 def fetched_slots(old: Placement, new: Placement, sources: Sequence[int | None]) -> NDArray[np.int64]:
@@ -28,7 +29,15 @@ def fetched_slots(old: Placement, new: Placement, sources: Sequence[int | None])
     return moved
 
 
-def _check_sources(sources: Sequence[int | None], old: Placement, topology: Topology) -> None:
+def _checked_sources(sources: Sequence[int | None], old: Placement, topology: Topology) -> list[int | None]:
+    try:
+        found = list(sources)
+    except TypeError:
+        raise ValueError(f"sources must be a list of ranks, found {describe(sources)}") from None
+    sources = [
+        None if source is None else as_integer(f"sources: rank {rank}", source)
+        for rank, source in enumerate(found)
+    ]
     if len(sources) != topology.ep_size:
         raise ValueError(f"sources name {len(sources)} ranks, expected ep_size={topology.ep_size}")
     known = [source for source in sources if source is not None]
@@ -38,6 +47,7 @@ def _check_sources(sources: Sequence[int | None], old: Placement, topology: Topo
     twice = [source for source in set(known) if known.count(source) > 1]
     if twice:
         raise ValueError(f"sources: old rank {min(twice)} is named twice")
+    return sources
 
 
 def _check_room(num_experts: int, num_slots: int, ep_size: int) -> None:
@@ -140,12 +150,21 @@ def plan_elastic(
     Raises:
         ValueError: too few slots for all experts (names the number needed), sources that do not fit.
     """
+    require_instance("current", current, Placement)
+    require_instance("topology", topology, Topology)
+    require_bool("weighted", weighted)
+    check_num_threads(num_threads)
+    limits = MoveLimits(target=target, max_moves=max_moves)
     array = validate_loads(
         loads, num_layers=current.num_layers, num_logical_experts=current.num_logical_experts
     )
-    _check_sources(sources, current, topology)
+    sources = _checked_sources(sources, current, topology)
     num_experts = current.num_logical_experts
-    slots = topology.ep_size * current.num_local_slots if num_slots is None else num_slots
+    slots = (
+        topology.ep_size * current.num_local_slots
+        if num_slots is None
+        else as_integer("num_slots", num_slots)
+    )
     _check_room(num_experts, slots, topology.ep_size)
     scaled = normalized(array)
     # Idle experts and layers still want a slot each, spread like the others.
@@ -159,7 +178,6 @@ def plan_elastic(
         )
         rows[layer] = np.concatenate([_in_place(*pair) for pair in zip(held, settled, strict=True)])
     needed = Placement(rows, num_experts, topology)
-    limits = MoveLimits(target=target, max_moves=max_moves)
     made = moved_placement(array, needed, limits, weighted=weighted, num_threads=num_threads)
     moves = fetched_slots(current, made, sources)
     must = int(fetched_slots(current, needed, sources).sum())

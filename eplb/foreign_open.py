@@ -44,6 +44,7 @@ from evenroute.eplb.placement_file import FORMAT as PLACEMENT_FORMAT
 from evenroute.eplb.placement_file import PlacementFile, load_placement
 from evenroute.eplb.placement_set import SET_FORMAT, load_placement_set
 from evenroute.eplb.regular_files import open_input, read_input
+from evenroute.eplb.values import as_path, describe
 
 PtReader = Callable[[Path], Any]
 NOT_LOADS = {".md", ".lock", ".partial", ".png", ".html", ".pdf"}
@@ -102,9 +103,12 @@ def open_sources(
         unfinished: also read dumps that were never finished (in a folder, or beside a recording's files), up to their
             last whole record. By default they are only told.
     """
+    if isinstance(paths, str) or not isinstance(paths, Sequence):
+        raise ValueError(f"paths must be a list of paths, found {describe(paths)}")
+    named = [as_path("path", path) for path in paths]
     opened = Opened()
     left: dict[Path, Unfinished] = {}
-    for path in map(Path, paths):
+    for path in named:
         try:
             itself = None if path.is_dir() else is_unfinished(path)
             beside = unfinished_in(path) if path.is_dir() else [itself] if itself else unfinished_of(path)

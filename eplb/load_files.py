@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from evenroute.eplb.loads import validate_loads
 from evenroute.eplb.regular_files import read_input
+from evenroute.eplb.values import as_path
 
 
 class _LogicalCount(msgspec.Struct):
@@ -23,6 +24,7 @@ def read_logical_count(path: str | PathLike[str]) -> NDArray[np.float64]:
         OSError: the file cannot be read.
         ValueError: one line that names the file, what was found and what was expected.
     """
+    path = as_path("path", path)
     data = read_input(path)
     try:
         rows = msgspec.json.decode(data, type=_LogicalCount).logical_count

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.placement import SHARE_TOTAL, Placement, replica_counts
+from evenroute.eplb.placement import Placement, replica_counts
+from evenroute.eplb.row_arrays import SHARE_TOTAL
 
 Floats = NDArray[np.float64]
 

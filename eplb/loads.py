@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenroute.eplb.placement import SHARE_TOTAL, Placement, even_shares, replica_counts
+from evenroute.eplb.placement import Placement
+from evenroute.eplb.row_arrays import SHARE_TOTAL, count_replicas, divide_evenly
+from evenroute.eplb.values import as_integer, as_numbers, require_instance
 
 
 def validate_loads(
@@ -20,16 +22,15 @@ def validate_loads(
         ValueError: not two-dimensional numbers of the wanted shape, or a NaN, infinite or negative load
             (named with its layer and expert).
     """
-    try:
-        array = np.array(loads, dtype=np.float64, order="C", copy=True)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"loads must be numbers [layers, experts]: {error}") from None
+    array = as_numbers("loads", loads, "[layers, experts]")
     if array.ndim != 2:
         raise ValueError(f"loads must be [layers, experts], found shape {list(array.shape)}")
-    if num_layers is not None and array.shape[0] != num_layers:
+    if num_layers is not None and array.shape[0] != as_integer("num_layers", num_layers):
         raise ValueError(f"loads have {array.shape[0]} layers, expected {num_layers}")
-    if num_logical_experts is not None and array.shape[1] != num_logical_experts:
-        raise ValueError(f"loads have {array.shape[1]} experts, expected {num_logical_experts}")
+    if num_logical_experts is not None:
+        num_logical_experts = as_integer("num_logical_experts", num_logical_experts)
+        if array.shape[1] != num_logical_experts:
+            raise ValueError(f"loads have {array.shape[1]} experts, expected {num_logical_experts}")
     if array.shape[1] < 1:
         raise ValueError("loads have 0 experts, expected at least 1")
     bad = np.argwhere(~(np.isfinite(array) & (array >= 0)))
@@ -43,6 +44,7 @@ def validate_loads(
 
 def slot_loads(loads: ArrayLike, placement: Placement) -> NDArray[np.float64]:
     """Load of every slot, ``[L, E] -> [L, P]``: an expert's load divided by its shares, or evenly."""
+    require_instance("placement", placement, Placement)
     array = validate_loads(
         loads, num_layers=placement.num_layers, num_logical_experts=placement.num_logical_experts
     )
@@ -50,11 +52,11 @@ def slot_loads(loads: ArrayLike, placement: Placement) -> NDArray[np.float64]:
     layers = np.arange(placement.num_layers)[:, None]
     of_expert = array[layers, rows]
     if placement.shares is None:
-        counts = replica_counts(rows, placement.num_logical_experts)
+        counts = count_replicas(rows, placement.num_logical_experts)
         return np.asarray(of_expert / counts[layers, rows])
     # Even means exactly even, not even to one 65535th.
-    even = (placement.shares == even_shares(rows)).all(axis=1, keepdims=True)
-    counts = replica_counts(rows, placement.num_logical_experts)
+    even = (placement.shares == divide_evenly(rows)).all(axis=1, keepdims=True)
+    counts = count_replicas(rows, placement.num_logical_experts)
     parts = np.where(even, 1.0 / counts[layers, rows], placement.shares / SHARE_TOTAL)
     return np.asarray(of_expert * parts)
 
@@ -104,7 +106,7 @@ def balancedness(rank_loads: ArrayLike) -> Balancedness:
     Raises:
         ValueError: not ``[L, R]`` with R >= 1, or a load that is not finite and >= 0.
     """
-    loads = np.asarray(rank_loads, dtype=np.float64)
+    loads = as_numbers("rank loads", rank_loads, "[layers, ranks >= 1]")
     if loads.ndim != 2 or loads.shape[1] < 1:
         raise ValueError(f"rank loads must be [layers, ranks >= 1], found shape {list(loads.shape)}")
     if not bool((np.isfinite(loads) & (loads >= 0)).all()):
@@ -134,6 +136,7 @@ def balancedness(rank_loads: ArrayLike) -> Balancedness:
 
 def placement_balancedness(loads: ArrayLike, placement: Placement) -> Balancedness:
     """Balancedness of ``placement`` under loads ``[L, E]``; independent of their scale, however large."""
+    require_instance("placement", placement, Placement)
     array = validate_loads(loads)
     largest = float(array.max()) if array.size else 0.0
     return balancedness(rank_loads(array / largest if largest > 0 else array, placement))

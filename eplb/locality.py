@@ -8,9 +8,11 @@ from numpy.typing import ArrayLike, NDArray
 from evenroute.eplb._align import keep_places
 from evenroute.eplb._locality import swap_towards_sources
 from evenroute.eplb.loads import slot_loads
-from evenroute.eplb.placement import SHARE_TOTAL, Placement, even_shares
+from evenroute.eplb.placement import Placement
 from evenroute.eplb.planner_layers import normalized
+from evenroute.eplb.row_arrays import SHARE_TOTAL, divide_evenly
 from evenroute.eplb.topology import Topology
+from evenroute.eplb.values import as_numbers
 
 SLACK = 1e-3  # balancedness that locality may cost
 
@@ -23,7 +25,7 @@ def validate_source_loads(
     Raises:
         ValueError: another shape, or a load that is not finite and >= 0.
     """
-    array = np.asarray(source_loads, dtype=np.float64)
+    array = as_numbers("source_loads", source_loads, "[ranks, layers, experts]")
     expected = (topology.ep_size, num_layers, num_experts)
     if array.shape != expected:
         raise ValueError(
@@ -54,7 +56,7 @@ def crossing_fraction(placement: Placement, source_loads: NDArray[np.float64]) -
     if total <= 0:
         return 0.0
     rows = placement.physical_to_logical
-    shares = even_shares(rows) if placement.shares is None else placement.shares
+    shares = divide_evenly(rows) if placement.shares is None else placement.shares
     node = np.arange(placement.num_slots) // (placement.num_slots // placement.topology.num_nodes)
     layers = np.arange(placement.num_layers)[:, None]
     stays = by_node[layers, node[None, :], rows] * (shares / SHARE_TOTAL)
@@ -82,7 +84,7 @@ def localize(
     by_node = _by_node(source_loads, topology)
     rows = placement.physical_to_logical.copy()
     even = placement.shares is None
-    shares = even_shares(rows) if placement.shares is None else placement.shares.copy()
+    shares = divide_evenly(rows) if placement.shares is None else placement.shares.copy()
     scaled = normalized(loads)
     sizes = np.ascontiguousarray(slot_loads(scaled, placement))
     swap_towards_sources(rows, shares, sizes, by_node, topology.ep_size, topology.num_nodes, slack)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from evenroute.eplb.values import require_bool, require_int, require_number, require_one_of, require_text
 
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+_SIZES = ("hidden_size", "moe_intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,9 @@ class ModelShape:
         topk_group: groups kept per token.
         use_bias: a per-expert correction bias takes part in the choice.
         num_redundant_experts: the redundancy this model is usually served with.
+
+    Raises:
+        ValueError: names the field, what was found and what is allowed.
     """
 
     name: str
@@ -34,6 +40,17 @@ class ModelShape:
     hidden_size: int
     moe_intermediate_size: int
     num_redundant_experts: int
+
+    def __post_init__(self) -> None:
+        require_text("name", self.name)
+        for name in ("num_shared_experts", "num_redundant_experts"):
+            require_int(name, getattr(self, name), 0)
+        for name in ("num_layers", "num_logical_experts", "top_k", "num_groups", "topk_group", *_SIZES):
+            require_int(name, getattr(self, name), 1)
+        require_one_of("scoring", self.scoring, get_args(Scoring))
+        require_bool("use_bias", self.use_bias)
+        require_bool("renormalize", self.renormalize)
+        require_number("routed_scaling_factor", self.routed_scaling_factor)
 
     @property
     def num_slots(self) -> int:

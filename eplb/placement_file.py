@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from os import PathLike
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.regular_files import check_target, read_input
 from evenroute.eplb.topology import Topology
+from evenroute.eplb.values import as_integer, as_path, describe, require_instance, require_text
 
 FORMAT = "evenroute-placement"
 FORMAT_VERSION = 1
@@ -36,8 +36,15 @@ class PlacementFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Fa
 
 
 def write_beside_and_rename(path: str | PathLike[str], data: bytes) -> None:
-    """Replace ``path`` by ``data`` as a whole, durably: a reader sees the old file or the new one."""
-    target = Path(path)
+    """Replace ``path`` by ``data`` as a whole, durably: a reader sees the old file or the new one.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: no path or no bytes, or a pipe, socket or device in the file's place.
+    """
+    target = as_path("path", path)
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise ValueError(f"data must be bytes, found {describe(data)}")
     check_target(target)
     handle, beside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
@@ -63,7 +70,17 @@ def save_placement(
     epoch: int = 0,
     version: int = 0,
 ) -> None:
-    """Write ``placement`` to ``path``; same placement and names, same bytes."""
+    """Write ``placement`` to ``path``; same placement and names, same bytes.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: names the argument that is of another kind, and what was found.
+    """
+    path = as_path("path", path)
+    require_instance("placement", placement, Placement)
+    require_text("model", model)
+    require_text("phase", phase)
+    epoch, version = as_integer("epoch", epoch, 0), as_integer("version", version, 0)
     content = PlacementFile(
         format=FORMAT,
         format_version=FORMAT_VERSION,
@@ -88,6 +105,7 @@ def load_placement(path: str | PathLike[str]) -> tuple[Placement, PlacementFile]
         OSError: the file cannot be read.
         ValueError: one line that names the file, the field, what was found and what was expected.
     """
+    path = as_path("path", path)
     data = read_input(path)
     try:
         content = msgspec.json.decode(data, type=PlacementFile)

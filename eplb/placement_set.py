@@ -26,6 +26,7 @@ from evenroute.eplb.placement_file import (
     write_beside_and_rename,
 )
 from evenroute.eplb.regular_files import read_input
+from evenroute.eplb.values import as_path, require_text
 
 SET_FORMAT = "evenroute-placement-set"
 
@@ -93,7 +94,7 @@ def load_placement_set(path: str | PathLike[str]) -> dict[str, tuple[Placement, 
         OSError: the file cannot be read.
         ValueError: one line that names the file, the key and what is wrong.
     """
-    found = _decode(Path(path))
+    found = _decode(as_path("path", path))
     return {key: (_checked(held, f"{path}: placement {key!r}"), held) for key, held in found.items()}
 
 
@@ -103,7 +104,8 @@ def update_placement_set(path: str | PathLike[str], key: str, placement: Placeme
     Raises:
         ValueError: the file is there and is neither a set nor a single placement.
     """
-    target = Path(path)
+    target = as_path("path", path)
+    require_text("key", key)
     new = _content(placement, names)
     with _lock(target):
         held = _decode(target) if target.exists() else {}

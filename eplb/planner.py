@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,9 +15,11 @@ from evenroute.eplb.locality import crossing_fraction, localize, validate_source
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.planner_auto import Candidate, best_candidate, score_of
 from evenroute.eplb.planner_full import check_hierarchical, full_placement, node_bound, spill_from_nodes
+from evenroute.eplb.planner_layers import check_num_threads
 from evenroute.eplb.planner_moves import MoveCost, MoveLimits, moved_placement
 from evenroute.eplb.planner_robust import plan_windows
 from evenroute.eplb.topology import Topology, check_plan_numbers
+from evenroute.eplb.values import as_integer, describe, is_number, require_instance, require_one_of
 from evenroute.eplb.windows import COMBINATIONS, sampling_loss, validate_windows
 
 logger = logging.getLogger("evenroute.eplb.planner")
@@ -49,7 +52,9 @@ class Plan:
 
 
 def figure(value: float | None) -> str:
-    """A balancedness as text."""
+    """A balancedness as text; ValueError unless it is a number or None."""
+    if value is not None and not isinstance(value, Real):
+        raise ValueError(f"value must be a number or None, found {describe(value)}")
     return "no data" if value is None else f"{value:.4f}"
 
 
@@ -190,20 +195,23 @@ def plan_placement(
         ValueError: names the field, what was found and what is allowed.
     """
     array = validate_windows(loads)
-    if policy not in POLICIES:
-        raise ValueError(f"policy={policy!r}, expected one of {', '.join(POLICIES)}")
-    if windows not in WINDOW_CHOICES:
-        raise ValueError(f"windows={windows!r}, expected one of {', '.join(WINDOW_CHOICES)}")
-    if not 0 <= spill <= 1:
-        raise ValueError(f"spill={spill}, expected a part of slots in [0, 1]")
-    if not 0 <= share_gain < 1:
-        raise ValueError(f"share_gain={share_gain}, expected a number in [0, 1)")
+    require_one_of("policy", policy, POLICIES)
+    require_one_of("windows", windows, WINDOW_CHOICES)
+    if not is_number(spill) or not 0 <= spill <= 1:
+        raise ValueError(f"spill={describe(spill)}, expected a part of slots in [0, 1]")
+    if not is_number(share_gain) or not 0 <= share_gain < 1:
+        raise ValueError(f"share_gain={describe(share_gain)}, expected a number in [0, 1)")
+    require_instance("topology", topology, Topology)
+    if current is not None:
+        require_instance("current", current, Placement)
+    check_num_threads(num_threads)
+    num_slots, num_groups = as_integer("num_slots", num_slots), as_integer("num_groups", num_groups)
     _, num_layers, num_experts = array.shape
     check_plan_numbers(num_experts, num_slots, num_groups, topology.num_nodes, topology.ep_size)
     if policy == "hierarchical":
         check_hierarchical(num_experts, num_slots, num_groups, topology)
     at_start = current is None
-    in_use = current or Placement.initial(num_layers, num_experts, num_slots, topology)
+    in_use = Placement.initial(num_layers, num_experts, num_slots, topology) if current is None else current
     found = (in_use.num_layers, in_use.num_logical_experts, in_use.num_slots, in_use.topology)
     wanted = (num_layers, num_experts, num_slots, topology)
     if found != wanted:

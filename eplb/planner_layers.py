@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
+from evenroute.eplb.values import as_integer
+
 LOAD_UNIT = 2.0**40
 
 
@@ -22,10 +24,15 @@ def normalized(loads: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.ascontiguousarray(np.rint(scaled * LOAD_UNIT) / LOAD_UNIT)
 
 
+def check_num_threads(num_threads: int | None) -> None:
+    """ValueError unless it is None (all cores) or an integer >= 1."""
+    if num_threads is not None:
+        as_integer("num_threads", num_threads, 1)
+
+
 def planner_threads(num_layers: int, num_threads: int | None = None) -> int:
     """Threads to plan with: the cores this process may use, at most one a layer."""
-    if num_threads is not None and num_threads < 1:
-        raise ValueError(f"num_threads must be >= 1, found {num_threads}")
+    check_num_threads(num_threads)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(num_threads or cores, num_layers))
 

@@ -13,10 +13,12 @@ from evenroute.eplb._flow import solve_shares
 from evenroute.eplb._moves import replay
 from evenroute.eplb._weighted_moves import weighted_path
 from evenroute.eplb.loads import balancedness, rank_loads
-from evenroute.eplb.placement import Placement, even_shares
+from evenroute.eplb.placement import Placement
 from evenroute.eplb.planner_budget import Hulls, Limits, Paths, choose_points, spend_leftover
 from evenroute.eplb.planner_layers import normalized, over_layers
+from evenroute.eplb.row_arrays import divide_evenly
 from evenroute.eplb.topology import Topology
+from evenroute.eplb.values import as_integer, describe, is_number, require_instance
 
 # Levels (of the mean rank load) that the weighted search aims at: a low one for few moves, a high one for many.
 WEIGHTED_LEVELS = (1.004, 1.03)
@@ -44,8 +46,8 @@ class MoveCost:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value > 0 or not np.isfinite(value):
-                raise ValueError(f"{name} must be a finite number > 0, found {value}")
+            if not is_number(value) or not value > 0:
+                raise ValueError(f"{name} must be a finite number > 0, found {describe(value)}")
         if self.moe_time_fraction > 1:
             raise ValueError(f"moe_time_fraction must be <= 1, found {self.moe_time_fraction}")
 
@@ -71,12 +73,15 @@ class MoveLimits:
     cost: MoveCost | None = None
 
     def __post_init__(self) -> None:
-        if self.target is not None and not 0 < self.target <= 1:
-            raise ValueError(f"target={self.target}, expected a balancedness in (0, 1]")
+        target = self.target
+        if target is not None and (not is_number(target) or not 0 < target <= 1):
+            raise ValueError(f"target={describe(target)}, expected a balancedness in (0, 1]")
         for name in ("max_moves", "max_moves_per_rank"):
             value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} must be >= 0, found {value}")
+            if value is not None:
+                object.__setattr__(self, name, as_integer(name, value, 0))
+        if self.cost is not None:
+            require_instance("cost", self.cost, MoveCost)
 
 
 def _search(
@@ -249,7 +254,7 @@ def moved_placement(
             keep_places(before, after, current.num_local_slots, num_experts)
     table = current.physical_to_logical.copy()
     table[busy] = rows
-    shares = even_shares(table)
+    shares = divide_evenly(table)
     if weighted:
         shares[busy], _ = exact_shares(work, rows, topology.ep_size, num_threads)
     return keep_better(
@@ -270,7 +275,7 @@ def keep_better(
     table = np.where(stays[:, None], current.physical_to_logical, made.physical_to_logical)
     shares = None
     if current.shares is not None or made.shares is not None:
-        old = even_shares(current.physical_to_logical) if current.shares is None else current.shares
-        new = even_shares(made.physical_to_logical) if made.shares is None else made.shares
+        old = divide_evenly(current.physical_to_logical) if current.shares is None else current.shares
+        new = divide_evenly(made.physical_to_logical) if made.shares is None else made.shares
         shares = np.where(stays[:, None], old, new)
     return Placement(table, current.num_logical_experts, current.topology, shares)

@@ -10,8 +10,10 @@ from numpy.typing import ArrayLike, NDArray
 from evenroute.eplb.loads import placement_balancedness, validate_loads
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.planner import Plan, plan_placement
+from evenroute.eplb.planner_layers import check_num_threads
 from evenroute.eplb.planner_moves import MoveCost
 from evenroute.eplb.topology import Topology
+from evenroute.eplb.values import as_integer, describe, is_number, require_bool, require_instance
 from evenroute.eplb.windows import frequencies, sampling_loss
 
 LEAST_WEIGHT = 0.02  # of a new window, however steady the loads are
@@ -41,10 +43,14 @@ class PolicySettings:
 
     def __post_init__(self) -> None:
         for name in ("share_gain", "share_mean_gain", "move_gain", "max_move_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}, expected a number in [0, 1]")
-        if not 0 < self.target <= 1:
-            raise ValueError(f"target={self.target}, expected a number in (0, 1]")
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value <= 1:
+                raise ValueError(f"{name}={describe(value)}, expected a number in [0, 1]")
+        if not is_number(self.target) or not 0 < self.target <= 1:
+            raise ValueError(f"target={describe(self.target)}, expected a number in (0, 1]")
+        require_bool("uneven_shares", self.uneven_shares)
+        if self.cost is not None:
+            require_instance("cost", self.cost, MoveCost)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +77,12 @@ class RebalancePolicy:
         *,
         num_threads: int | None = None,
     ) -> None:
+        require_instance("topology", topology, Topology)
+        check_num_threads(num_threads)
         self.topology = topology
-        self.num_slots = num_slots
-        self.settings = settings or PolicySettings()
+        self.num_slots = as_integer("num_slots", num_slots, 1)
+        self.settings = PolicySettings() if settings is None else settings
+        require_instance("settings", self.settings, PolicySettings)
         self.num_threads = num_threads
         self._smoothed: NDArray[np.float64] | None = None
         self._windows = 0
@@ -127,6 +136,7 @@ class RebalancePolicy:
         Raises:
             ValueError: counts that do not fit the placement, or bad ones.
         """
+        require_instance("placement", placement, Placement)
         window = validate_loads(
             counts, num_layers=placement.num_layers, num_logical_experts=placement.num_logical_experts
         )

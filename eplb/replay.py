@@ -22,7 +22,8 @@ from evenroute.eplb.load_skew import Floats, RankLoadMap, quick_balancedness
 from evenroute.eplb.placement import Placement, replica_counts
 from evenroute.eplb.planner import POLICIES, Plan, plan_placement
 from evenroute.eplb.policy import PolicySettings, RebalancePolicy
-from evenroute.eplb.topology import Topology, automatic_redundant_experts
+from evenroute.eplb.topology import Topology, automatic_redundant_experts, require_positive
+from evenroute.eplb.values import as_integer, describe, is_number, require_instance, require_one_of
 
 PREDICTORS = ("last", "mean", "decay")
 DISPATCHES = ("dynamic", "static")
@@ -67,13 +68,13 @@ class ReplaySettings:
             ("predictor", PREDICTORS),
             ("dispatch", DISPATCHES),
         ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}, expected one of {', '.join(allowed)}")
+            require_one_of(name, getattr(self, name), allowed)
         for name, low in (("interval", 1), ("history", 1), ("delay", 0), ("num_redundant_experts", 0)):
-            if getattr(self, name) < low:
+            if as_integer(name, getattr(self, name)) < low:
                 raise ValueError(f"{name}={getattr(self, name)}, expected >= {low}")
-        if not 0 <= self.dead_band < 1:
-            raise ValueError(f"dead_band={self.dead_band}, expected [0, 1)")
+        as_integer("num_groups", self.num_groups)
+        if not is_number(self.dead_band) or not 0 <= self.dead_band < 1:
+            raise ValueError(f"dead_band={describe(self.dead_band)}, expected [0, 1)")
 
     @property
     def topology(self) -> Topology:
@@ -211,11 +212,16 @@ class Replay:
         settings: ReplaySettings,
         start: Placement | None = None,
     ) -> None:
+        require_instance("settings", settings, ReplaySettings)
+        if start is not None:
+            require_instance("start", start, Placement)
+        require_positive("num_layers", num_layers)
+        require_positive("num_logical_experts", num_logical_experts)
         self.settings = settings
         slots = num_logical_experts + settings.num_redundant_experts
-        self._placement = start or Placement.initial(
-            num_layers, num_logical_experts, slots, settings.topology
-        )
+        if start is None:
+            start = Placement.initial(num_layers, num_logical_experts, slots, settings.topology)
+        self._placement = start
         if self._placement.num_slots != slots or self._placement.topology != settings.topology:
             raise ValueError(
                 f"the start placement has {self._placement.num_slots} slots on {self._placement.topology}, "
@@ -232,6 +238,9 @@ class Replay:
 
     def feed(self, counts: NDArray[Any]) -> ReplayPoint:
         """The next window ``[L, E]``."""
+        shape = (self._placement.num_layers, self._placement.num_logical_experts)
+        if not isinstance(counts, np.ndarray) or counts.shape != shape or counts.dtype.kind not in "iuf":
+            raise ValueError(f"counts must be an array of numbers {list(shape)}, found {describe(counts)}")
         moves = self._switch()
         loads = self._map(counts)
         mean, total = quick_balancedness(loads)

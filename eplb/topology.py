@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
+
+from evenroute.eplb.values import as_integer
 
 MAX_EP_SIZE = 1 << 16
+MAX_LOGICAL_EXPERTS = 1 << 20  # of a layer
 
 
 def require_positive(name: str, value: int) -> None:
     """Raise ValueError unless ``value`` is an integer >= 1."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name} must be an integer >= 1, found {value!r}")
-    if int(value) < 1:
-        raise ValueError(f"{name} must be >= 1, found {int(value)}")
+    as_integer(name, value, 1)
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,8 @@ class Topology:
     num_nodes: int = 1
 
     def __post_init__(self) -> None:
-        require_positive("ep_size", self.ep_size)
-        require_positive("num_nodes", self.num_nodes)
-        if self.ep_size > MAX_EP_SIZE:
-            raise ValueError(f"ep_size must be <= {MAX_EP_SIZE}, found {self.ep_size}")
+        object.__setattr__(self, "ep_size", as_integer("ep_size", self.ep_size, 1, MAX_EP_SIZE))
+        object.__setattr__(self, "num_nodes", as_integer("num_nodes", self.num_nodes, 1))
         if self.ep_size % self.num_nodes:
             allowed = [n for n in range(1, self.ep_size + 1) if self.ep_size % n == 0]
             nearest = min(allowed, key=lambda n: (abs(n - self.num_nodes), n))
@@ -44,6 +43,7 @@ class Topology:
         return self.ep_size // self.num_nodes
 
     def node_of_rank(self, rank: int) -> int:
+        rank = as_integer("rank", rank)
         if not 0 <= rank < self.ep_size:
             raise ValueError(f"rank={rank} is outside [0, ep_size={self.ep_size})")
         return rank // self.ranks_per_node
@@ -51,13 +51,14 @@ class Topology:
 
 def automatic_redundant_experts(num_logical_experts: int, ep_size: int) -> int:
     """Fewest redundant experts with which the slots divide over the ranks: ``(R - E mod R) mod R``."""
-    require_positive("num_logical_experts", num_logical_experts)
-    require_positive("ep_size", ep_size)
-    return -num_logical_experts % ep_size
+    num_logical_experts = as_integer("num_logical_experts", num_logical_experts, 1, MAX_LOGICAL_EXPERTS)
+    return -num_logical_experts % as_integer("ep_size", ep_size, 1)
 
 
 def nearest_num_slots(num_logical_experts: int, num_slots: int, ep_size: int) -> int:
     """Valid slot count nearest to ``num_slots``: a multiple of ``ep_size`` in [E, E * ep_size]; ties up."""
+    num_logical_experts = as_integer("num_logical_experts", num_logical_experts, 1, MAX_LOGICAL_EXPERTS)
+    num_slots, ep_size = as_integer("num_slots", num_slots), as_integer("ep_size", ep_size, 1)
     low = -(-num_logical_experts // ep_size) * ep_size
     high = num_logical_experts * ep_size
     below = num_slots // ep_size * ep_size
@@ -71,11 +72,9 @@ def check_num_slots(num_logical_experts: int, num_slots: int, ep_size: int) -> N
     Raises:
         ValueError: names the three numbers, the broken rule and the nearest valid ``num_slots``.
     """
-    require_positive("num_logical_experts", num_logical_experts)
-    require_positive("ep_size", ep_size)
+    num_logical_experts = as_integer("num_logical_experts", num_logical_experts, 1, MAX_LOGICAL_EXPERTS)
+    ep_size, num_slots = as_integer("ep_size", ep_size, 1), as_integer("num_slots", num_slots)
     numbers = f"num_logical_experts={num_logical_experts}, num_slots={num_slots}, ep_size={ep_size}"
-    if isinstance(num_slots, bool) or not hasattr(num_slots, "__index__"):
-        raise ValueError(f"num_slots must be an integer, found {num_slots!r}")
     rule = ""
     if num_slots < num_logical_experts:
         rule = "every expert needs a slot (num_slots >= num_logical_experts)"
@@ -93,11 +92,11 @@ def check_num_slots(num_logical_experts: int, num_slots: int, ep_size: int) -> N
 
 def nearest_num_groups(num_logical_experts: int, num_groups: int, num_nodes: int) -> int:
     """Number of groups nearest to ``num_groups`` that divides E and is a multiple of ``num_nodes``, or 1."""
-    allowed = [
-        g
-        for g in range(1, num_logical_experts + 1)
-        if num_logical_experts % g == 0 and (g % num_nodes == 0 or g == 1)
-    ]
+    experts = as_integer("num_logical_experts", num_logical_experts, 1, MAX_LOGICAL_EXPERTS)
+    num_groups, num_nodes = as_integer("num_groups", num_groups), as_integer("num_nodes", num_nodes, 1)
+    low = [g for g in range(1, isqrt(experts) + 1) if experts % g == 0]
+    divisors = {*low, *(experts // g for g in low)}
+    allowed = [g for g in divisors if g % num_nodes == 0 or g == 1]
     return min(allowed, key=lambda g: (abs(g - num_groups), g))
 
 
@@ -109,11 +108,13 @@ def check_plan_numbers(
     Raises:
         ValueError: one line that names all five numbers, the broken rule and the nearest valid ``num_slots``.
     """
+    num_logical_experts = as_integer("num_logical_experts", num_logical_experts, 1, MAX_LOGICAL_EXPERTS)
+    num_slots, num_groups = as_integer("num_slots", num_slots), as_integer("num_groups", num_groups)
+    num_nodes, ep_size = as_integer("num_nodes", num_nodes), as_integer("ep_size", ep_size)
     numbers = (
         f"num_logical_experts={num_logical_experts}, num_slots={num_slots}, num_groups={num_groups}, "
         f"num_nodes={num_nodes}, ep_size={ep_size}"
     )
-    require_positive("num_logical_experts", num_logical_experts)
     slots = f"nearest valid num_slots: {nearest_num_slots(num_logical_experts, num_slots, max(1, ep_size))}"
     for name, value in (("num_groups", num_groups), ("num_nodes", num_nodes), ("ep_size", ep_size)):
         if value < 1:

@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenroute.eplb.loads import validate_loads
-from evenroute.eplb.placement import Placement, replica_counts
+from evenroute.eplb.placement import Placement
+from evenroute.eplb.row_arrays import count_replicas
 from evenroute.eplb.topology import Topology, require_positive
+from evenroute.eplb.values import as_numbers, describe, is_number, require_instance, require_one_of
 
 COMBINATIONS = ("mean", "last", "ewma", "robust")
 EWMA_WEIGHT = 0.5
@@ -22,12 +24,7 @@ def validate_windows(windows: ArrayLike) -> NDArray[np.float64]:
     Raises:
         ValueError: another shape, or a bad load, named with window, layer and expert.
     """
-    try:
-        array = np.array(windows, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"loads must be numbers [layers, experts] or [windows, layers, experts]: {error}"
-        ) from None
+    array = as_numbers("loads", windows, "[layers, experts] or [windows, layers, experts]")
     if array.ndim == 2:
         return validate_loads(array)[None]
     if array.ndim != 3 or len(array) == 0:
@@ -59,8 +56,7 @@ def combine_windows(
     ``ewma_weight`` and each older one by ``1 - ewma_weight`` of the next. ``robust`` starts from the mean of
     the frequencies (the planner then looks for the worst window itself).
     """
-    if how not in COMBINATIONS:
-        raise ValueError(f"windows={how!r}, expected one of {', '.join(COMBINATIONS)}")
+    require_one_of("windows", how, COMBINATIONS)
     if len(windows) == 1 or how == "last":
         return np.array(windows[-1])
     if how == "mean":
@@ -68,8 +64,8 @@ def combine_windows(
         return np.asarray((windows / largest if largest > 1e300 / len(windows) else windows).sum(axis=0))
     if how == "robust":
         return np.asarray(frequencies(windows).mean(axis=0))
-    if not 0 < ewma_weight <= 1:
-        raise ValueError(f"ewma_weight={ewma_weight}, expected a number in (0, 1]")
+    if not is_number(ewma_weight) or not 0 < ewma_weight <= 1:
+        raise ValueError(f"ewma_weight={describe(ewma_weight)}, expected a number in (0, 1]")
     weights = ewma_weight * (1 - ewma_weight) ** np.arange(len(windows) - 1, -1, -1.0)
     weights[0] = (1 - ewma_weight) ** (len(windows) - 1)
     # A layer that was idle in a window says nothing there.
@@ -103,7 +99,7 @@ def _error_per_assignment(
         extra = num_slots - loads.shape[1]
         replicas = 1.0 + extra * share
     else:
-        replicas = replica_counts(placement.physical_to_logical, loads.shape[1]).astype(np.float64)
+        replicas = count_replicas(placement.physical_to_logical, loads.shape[1]).astype(np.float64)
     variance = (share / replicas).sum(axis=1) / ranks
     largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
     return np.asarray(largest * ranks * np.sqrt(variance))
@@ -126,8 +122,10 @@ def tokens_needed(
     Independent tokens are assumed; real ones are correlated, so this is a minimum.
     """
     require_positive("top_k", top_k)
-    if not 0 < loss < 1:
-        raise ValueError(f"loss={loss}, expected a number in (0, 1)")
+    require_instance("topology", topology, Topology)
+    require_positive("num_slots", num_slots)
+    if not is_number(loss) or not 0 < loss < 1:
+        raise ValueError(f"loss={describe(loss)}, expected a number in (0, 1)")
     array = validate_loads(loads)
     error = _error_per_assignment(array, topology, num_slots, None)
     known = error[array.any(axis=1)]
