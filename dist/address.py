@@ -6,6 +6,8 @@ import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenroute.dist.checks import require_path, require_text, shown
+
 IPC_PATH_LIMIT = 107  # bytes; sun_path of Linux
 
 
@@ -40,19 +42,23 @@ class Address:
 
 def parse_address(text: str, *, field: str) -> Address:
     """Check and split an address; ValueError naming `field`, what was found and what is allowed."""
+    require_text(field, text)
     scheme, _, rest = text.partition("://")
     if scheme == "ipc" and rest:
+        require_path(field, rest)
         size = len(rest.encode())
         if size > IPC_PATH_LIMIT:
-            raise ValueError(f"{field}: path of {size} bytes found, at most {IPC_PATH_LIMIT} allowed: {rest}")
+            raise ValueError(
+                f"{field}: path of {size} bytes found, at most {IPC_PATH_LIMIT} allowed: {shown(rest)[1:-1]}"
+            )
         return Address(text, Path(rest))
     host, colon, port = rest.rpartition(":")
     if scheme == "tcp" and colon and host:
         if port == "*":
             return Address(text, None, host, 0)
-        if port.isascii() and port.isdigit() and int(port) < 65536:
+        if port.isascii() and port.isdigit() and len(port) < 100 and int(port) < 65536:
             return Address(text, None, host, int(port))
-    raise ValueError(f"{field}: {text!r} found, expected ipc://PATH or tcp://HOST:PORT (port 0..65535)")
+    raise ValueError(f"{field}: {shown(text)} found, expected ipc://PATH or tcp://HOST:PORT (port 0..65535)")
 
 
 def check_bind(address: Address, *, field: str, has_keys: bool, insecure: bool) -> None:

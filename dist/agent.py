@@ -23,9 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from evenroute.dist.agent_checks import MAX_STEP_TOKENS, check_start, check_step
 from evenroute.dist.agent_start import agree_on_start, connect, job_shape
 from evenroute.dist.agent_thread import AgentThread
 from evenroute.dist.agreement import Key
+from evenroute.dist.checks import require_seconds
 from evenroute.dist.config import AgentConfig
 from evenroute.dist.count_taker import Counters, CountTaker
 from evenroute.dist.job_start import StartedJob
@@ -156,19 +158,14 @@ class RankAgent:
 
         Rank 0 asks the rebalancer for its newest placement (up to `start_limit_s`; without an answer the job starts
         with `placement`, or ends if a rebalancer is required) and tells all; tables, and weights if there is a
-        `mover`, hold the agreed one when this returns. Raises TimeoutError or RuntimeError naming operation and limit.
+        `mover`, hold the agreed one when this returns. Raises TimeoutError or RuntimeError naming operation and limit;
+        ValueError for arguments that are of another kind or do not fit each other, before anything is sent.
         """
-        rank = torch_dist.get_rank(ep_group)
+        rank = check_start(config, placement, tables, counters, ep_group, mover)
         job = job_shape(config, placement)
-        if rank >= job.ep_size or torch_dist.get_world_size(ep_group) != job.ep_size:
-            raise ValueError(
-                f"ep_group: {torch_dist.get_world_size(ep_group)} ranks found, the placement is for {job.ep_size}"
-            )
-        vote_group = new_cpu_group(ep_group, limit_s=config.vote_limit_s)
-        if config.record_dir:
-            check_folder(config.record_dir)
         link = connect(config)
         try:
+            vote_group = new_cpu_group(ep_group, limit_s=config.vote_limit_s)
             started = agree_on_start(config, job, placement, rank, vote_group, link)
             mover = TablesOnly(tables) if mover is None else mover
             mover.load(started.version().placement)
@@ -202,8 +199,14 @@ class RankAgent:
         """Begin a step of `num_tokens` rows on this rank, before its routing; every rank calls it equally often.
 
         `count=False` leaves the step's routing out of the counts (warm-up, dummy, draft passes). Raises VoteError when
-        the ranks cannot agree any more, and RuntimeError when a transfer failed: the job has to end.
+        the ranks cannot agree any more, and RuntimeError when a transfer failed: the job has to end. Raises ValueError
+        for arguments of another kind, and RuntimeError after `close`: such a call is no step, nothing has changed.
         """
+        # The usual case costs a few tests.
+        if type(num_tokens) is not int or not 0 <= num_tokens <= MAX_STEP_TOKENS or type(count) is not bool:
+            check_step(num_tokens, count)
+        if self._closed:
+            raise RuntimeError("RankAgent.step: the agent is closed")
         step = self._step
         switched: tuple[int, ...] = ()
         if self._tap.open:
@@ -296,8 +299,10 @@ class RankAgent:
     def close(self, limit_s: float | None = None) -> bool:
         """Send what is counted, wait up to `limit_s` (default `close_limit_s`) for its receipt, end the threads.
 
-        True if all of it is known to be stored. Harmless when repeated.
+        True if all of it is known to be stored. Harmless when repeated. Raises ValueError for a limit that is none.
         """
+        if limit_s is not None:
+            require_seconds("limit_s", limit_s)
         if self._closed:
             return True
         self._closed = True

@@ -14,23 +14,25 @@ import re
 import tomllib
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from os import PathLike
 
 from evenroute.dist.address import Address, parse_address
+from evenroute.dist.checks import LEAST_S, MOST_S, require_path, require_text, shown
 from evenroute.eplb.regular_files import read_input_text
+from evenroute.routing.values import describe, require_choice
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 POLICIES = ("auto", "global", "hierarchical", "incremental", "weighted")
 INTERVAL_UNITS = ("seconds", "windows")
 DEFAULT_PLANNER = "evenroute.eplb.planner:plan_placement"
-LEAST_S, MOST_S = 0.001, 366 * 86400.0  # of a time
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]+|\*", re.ASCII)
 
 
 def _require(section: str, name: str, value: object, good: bool, allowed: str) -> None:
     if not good:
-        raise ValueError(f"{section}.{name}: {value!r} found, expected {allowed}")
+        raise ValueError(f"{section}.{name}: {shown(value)} found, expected {allowed}")
 
 
 def _require_range(
@@ -59,9 +61,9 @@ def _require_types(section: str, settings: typing.Any) -> None:
 def _parse_host_port(text: str, *, field: str) -> Address:
     """HOST:PORT, an IPv6 host with or without brackets; ValueError naming `field`."""
     host, _, port = text.rpartition(":")
-    good = port.isascii() and port.isdigit() and int(port) < 65536 and _HOST.fullmatch(host.strip("[]"))
-    if not good:
-        raise ValueError(f"{field}: {text!r} found, expected HOST:PORT (port 0..65535)")
+    number = port.isascii() and port.isdigit() and len(port) < 100 and int(port) < 65536
+    if not number or not _HOST.fullmatch(host.strip("[]")):
+        raise ValueError(f"{field}: {shown(text)} found, expected HOST:PORT (port 0..65535)")
     return Address(text, None, host.strip("[]"), int(port))
 
 
@@ -69,7 +71,7 @@ def _parse_endpoint(text: str, *, field: str) -> Address:
     """`parse_address`, and a host that can be one."""
     address = parse_address(text, field=field)
     if address.ipc_path is None and not _HOST.fullmatch(address.host.strip("[]")):
-        raise ValueError(f"{field}: {text!r} found, expected a host of letters, digits and .:-_ or *")
+        raise ValueError(f"{field}: {shown(text)} found, expected a host of letters, digits and .:-_ or *")
     return address
 
 
@@ -318,8 +320,9 @@ SECTIONS: dict[str, type] = {
 }
 
 
-def read_toml(path: Path) -> dict[str, dict[str, object]]:
+def read_toml(path: str | PathLike[str]) -> dict[str, dict[str, object]]:
     """The tables of a settings file, unchecked but for their names; ValueError or OSError in one line."""
+    path = require_path("config", path)
     try:
         text = read_input_text(path)
     except OSError as error:
@@ -336,7 +339,7 @@ def read_toml(path: Path) -> dict[str, dict[str, object]]:
         raise ValueError(f"config {path}: {error}") from None
     for name, table in tables.items():
         if name not in SECTIONS:
-            raise ValueError(f"config {path}: unknown table {name!r}{nearest(name, SECTIONS)}")
+            raise ValueError(f"config {path}: unknown table {shown(name)}{nearest(name, SECTIONS)}")
         if not isinstance(table, dict):
             raise ValueError(f"config {path}: {name} must be a table [{name}]")
     return tables
@@ -344,6 +347,9 @@ def read_toml(path: Path) -> dict[str, dict[str, object]]:
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
     """ ", did you mean ...?" where a known name is close, else the known names."""
+    require_text("name", name)
+    if isinstance(known, str) or not isinstance(known, typing.Iterable):
+        raise ValueError(f"known must be names, found {describe(known)}")
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f", did you mean {close[0]!r}?" if close else f", expected one of {', '.join(known)}"
@@ -354,11 +360,17 @@ T = typing.TypeVar("T")
 
 def build_section(kind: type[T], values: dict[str, object], *, where: str) -> T:
     """Make a settings dataclass from plain values; types are checked, unknown keys refused with the nearest known."""
+    if kind not in SECTIONS.values():
+        names = ", ".join(section.__name__ for section in SECTIONS.values())
+        raise ValueError(f"kind must be one of {names}, found {getattr(kind, '__name__', describe(kind))}")
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where}: {describe(values)} found, expected names and values")
     hints = typing.get_type_hints(kind)
     checked: dict[str, object] = {}
     for name, value in values.items():
-        if name not in hints:
-            raise ValueError(f"{where}: unknown key {name!r} (value {value!r}){nearest(name, hints)}")
+        if not isinstance(name, str) or name not in hints:
+            known = nearest(name if isinstance(name, str) else "", hints)
+            raise ValueError(f"{where}: unknown key {shown(name)} (value {shown(value)}){known}")
         checked[name] = _checked(hints[name], value, f"{where}.{name}")
     return kind(**checked)
 
@@ -370,12 +382,15 @@ def _checked(hint: object, value: object, where: str) -> object:
     if float in allowed and type(value) is int and abs(value) < 2**1000:
         return float(value)
     names = " or ".join(kind.__name__ for kind in allowed if kind is not type(None))
-    found = repr(value) if type(value) is not int or abs(value) < 2**1000 else "a number of over 300 digits"
+    found = shown(value) if type(value) is not int or abs(value) < 2**1000 else "a number of over 300 digits"
     raise ValueError(f"{where}: {found} found, expected {names}")
 
 
-def load_config(path: Path | None, overrides: dict[str, dict[str, object]] | None = None) -> RebalancerConfig:
+def load_config(
+    path: str | PathLike[str] | None, overrides: dict[str, dict[str, object]] | None = None
+) -> RebalancerConfig:
     """The rebalancer's settings: defaults, then the file, then `overrides` (of the command line; None = not given)."""
+    _check_overrides(overrides)
     tables = {} if path is None else read_toml(path)
     where = "config" if path is None else f"config {path}"
     sections: dict[str, typing.Any] = {}
@@ -399,23 +414,37 @@ def load_config(path: Path | None, overrides: dict[str, dict[str, object]] | Non
     return RebalancerConfig(**sections)
 
 
+def _check_overrides(overrides: object) -> None:
+    if overrides is None:
+        return
+    if not isinstance(overrides, Mapping):
+        raise ValueError(f"overrides must be a dict of settings by table, found {describe(overrides)}")
+    for name, values in overrides.items():
+        if name not in SECTIONS or not isinstance(values, Mapping):
+            raise ValueError(
+                f"overrides: {shown(name)} with {describe(values)} found, expected a dict of settings for one of "
+                f"{', '.join(SECTIONS)}"
+            )
+
+
 def parse_interval(text: str) -> tuple[float, str]:
     """`60` or `1.5s` -> seconds, `4w` -> windows; ValueError naming --interval."""
+    require_text("--interval", text)
     found = re.fullmatch(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)([sw]?)", text, re.ASCII)
     value = math.nan if found is None else float(found[1])
     if found is None or not math.isfinite(value):
-        raise ValueError(f"--interval: {text!r} found, expected seconds (60, 1.5s) or windows (4w)")
+        raise ValueError(f"--interval: {shown(text)} found, expected seconds (60, 1.5s) or windows (4w)")
     return value, "windows" if found[2] == "w" else "seconds"
 
 
-def load_agent_config(path: Path) -> AgentConfig:
+def load_agent_config(path: str | PathLike[str]) -> AgentConfig:
     """The [agent] table of a settings file."""
     return build_section(AgentConfig, read_toml(path).get("agent", {}), where=f"config {path}: agent")
 
 
 def set_up_logging(level: str) -> None:
     """One line a message on stderr, with UTC time; for the processes of this package only."""
-    assert level in LOG_LEVELS
+    require_choice("level", level, LOG_LEVELS)
     handler = logging.StreamHandler()
     formatter = logging.Formatter("%(asctime)sZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = __import__("time").gmtime

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
+from evenroute.dist.checks import require_at_least
 from evenroute.dist.expert_compute import ExpertCompute, expert_mlp
+from evenroute.dist.process_groups import require_group
+from evenroute.routing.checks import ID_DTYPES, WEIGHT_DTYPES, require_tensor
+from evenroute.routing.values import describe, require_bool, require_choice, require_number
 
 EXCHANGES = ("exact", "padded")
 TOKEN_MODES = ("own", "shared")
@@ -60,21 +64,26 @@ class EpMoeLayer:
             shared_experts: (gate_up, down) of each global shared expert, replicated on every rank.
 
         Raises:
-            ValueError: a mode that does not exist.
+            ValueError: a mode that does not exist; experts, a group or shared experts of another kind.
         """
-        if tokens not in TOKEN_MODES:
-            raise ValueError(f"tokens={tokens!r} is not one of {', '.join(TOKEN_MODES)}")
-        if exchange not in EXCHANGES:
-            raise ValueError(f"exchange={exchange!r} is not one of {', '.join(EXCHANGES)}")
+        require_choice("tokens", tokens, TOKEN_MODES)
+        require_choice("exchange", exchange, EXCHANGES)
+        if isinstance(experts, type) or not callable(experts):
+            raise ValueError(f"experts must be callable as experts(rows, ends), found {describe(experts)}")
+        require_at_least("experts.num_slots", getattr(experts, "num_slots", None), 1)
+        self.rank, self.ep_size = require_group("group", group)
+        _check_shared(shared_experts)
         self.experts = experts
         self.group = group
         self.tokens, self.exchange = tokens, exchange
         self.shared_experts = shared_experts or []
-        self.rank = torch_dist.get_rank(group)
-        self.ep_size = torch_dist.get_world_size(group)
 
     def __call__(self, hidden: Tensor, routing: Routing) -> Tensor:
-        """``hidden [T, H]`` -> ``[T, H]``, same dtype. All ranks of the group call it together."""
+        """``hidden [T, H]`` -> ``[T, H]``, same dtype. All ranks of the group call it together.
+
+        Raises ValueError, before anything is sent, for hidden rows or a routing of another form.
+        """
+        _check_call(self.experts, hidden, routing)
         num_slots = self.experts.num_slots
         ids = routing.physical_ids.to(torch.int64)
         routed = (ids >= 0) & (ids < num_slots * self.ep_size)
@@ -162,6 +171,48 @@ class EpMoeLayer:
         return out
 
 
+def _check_shared(shared: object) -> None:
+    if shared is None:
+        return
+    if not isinstance(shared, list | tuple):
+        raise ValueError(f"shared_experts must be a list of (gate_up, down), found {describe(shared)}")
+    for number, pair in enumerate(shared):
+        name = f"shared_experts[{number}]"
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ValueError(f"{name} must be (gate_up, down), found {describe(pair)}")
+        gate_up, down = pair
+        require_tensor(f"{name} gate_up", gate_up, ("2 I", "H"), dtypes=WEIGHT_DTYPES)
+        wide, hidden = gate_up.shape
+        if wide % 2:
+            raise ValueError(f"{name} gate_up must have shape [2 I, H], found {list(gate_up.shape)}")
+        require_tensor(
+            f"{name} down", down, (hidden, wide // 2), dtypes=(gate_up.dtype,), device=gate_up.device
+        )
+
+
+def _check_call(experts: ExpertCompute, hidden: Tensor, routing: Routing) -> None:
+    # Experts of this package tell what rows they take; an engine's own need not.
+    dtype, device = getattr(experts, "dtype", None), getattr(experts, "device", None)
+    width = getattr(experts, "hidden_size", "H")
+    dtypes = (dtype,) if isinstance(dtype, torch.dtype) else WEIGHT_DTYPES
+    on = device if isinstance(device, torch.device) else None
+    require_tensor("hidden", hidden, ("T", width), dtypes=dtypes, device=on)
+    _require_memory("hidden", hidden)
+    weights, ids = (getattr(routing, name, None) for name in ("weights", "physical_ids"))
+    if weights is None or ids is None:
+        raise ValueError(f"routing must hold weights and physical_ids, found {describe(routing)}")
+    rows = int(hidden.shape[0])
+    require_tensor("routing.physical_ids", ids, (rows, "C"), dtypes=ID_DTYPES, device=hidden.device)
+    require_tensor("routing.weights", weights, tuple(ids.shape), dtypes=WEIGHT_DTYPES, device=hidden.device)
+    require_bool("routing.scaling_applied", getattr(routing, "scaling_applied", None))
+    require_number("routing.routed_scaling_factor", getattr(routing, "routed_scaling_factor", None))
+
+
+def _require_memory(name: str, value: Tensor) -> None:
+    if value.is_meta:
+        raise ValueError(f"{name} must lie in memory, found a tensor on meta")
+
+
 def _repeat_rows(hidden: Tensor, times: int) -> Tensor:
     """``[T, H]`` -> ``[T * times, H]``, each row so often."""
     return hidden[:, None].expand(-1, times, -1).reshape(-1, hidden.shape[1])
@@ -192,7 +243,11 @@ def moe_reference(
     """One process, logical experts: ``sum_c weights[t, c] * expert[logical_ids[t, c]](hidden[t])``, times ``factor``.
 
     ``gate_up [E, 2 I, H]``, ``down [E, H, I]``; logical ids E.. are the shared experts, -1 is padding. fp32 out.
+    Raises ValueError for tensors of other shapes, dtypes or devices.
     """
+    _check_reference(hidden, logical_ids, weights, gate_up, down)
+    _check_shared(shared_experts)
+    require_number("factor", factor)
     num_experts = gate_up.shape[0]
     out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     tables = [(gate_up[e], down[e]) for e in range(num_experts)] + (shared_experts or [])
@@ -202,3 +257,17 @@ def moe_reference(
             product = expert_mlp(hidden[tokens], wide, narrow).float()
             out.index_add_(0, tokens, product * weights[tokens, columns, None])
     return out * factor
+
+
+def _check_reference(hidden: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    require_tensor("hidden", hidden, ("T", "H"), dtypes=WEIGHT_DTYPES)
+    _require_memory("hidden", hidden)
+    (rows, width), device = hidden.shape, hidden.device
+    require_tensor("logical_ids", ids, (rows, "C"), dtypes=ID_DTYPES, device=device)
+    require_tensor("weights", weights, tuple(ids.shape), dtypes=WEIGHT_DTYPES, device=device)
+    require_tensor("gate_up", gate_up, ("E", "2 I", width), dtypes=(hidden.dtype,), device=device)
+    num_experts, wide = gate_up.shape[:2]
+    if wide % 2:
+        raise ValueError(f"gate_up must have shape [E, 2 I, {width}], found {list(gate_up.shape)}")
+    shape = (num_experts, width, wide // 2)
+    require_tensor("down", down, shape, dtypes=(hidden.dtype,), device=device)

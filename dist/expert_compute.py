@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from evenroute.routing.checks import BIAS_DTYPES, WEIGHT_DTYPES, require_device, require_tensor
+from evenroute.routing.values import describe, require_int
+
 ROW_BLOCK = 16  # rows that the loop multiplies at once
 
 
@@ -61,8 +64,13 @@ class SwiGluExperts:
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        """ValueError for tensors of other shapes, not floating, or of different dtypes or devices."""
+        require_tensor("gate_up", gate_up, ("slots", "2 I", "H"), dtypes=WEIGHT_DTYPES)
+        require_tensor("down", down, ("slots", "H", "I"), dtypes=(gate_up.dtype,), device=gate_up.device)
         slots, wide, hidden = gate_up.shape
-        if down.shape != (slots, hidden, wide // 2) or wide % 2:
+        self.dtype, self.device = gate_up.dtype, require_device("gate_up.device", gate_up.device)
+        self.hidden_size = int(hidden)
+        if down.shape != (slots, hidden, wide // 2) or wide % 2 or not gate_up.numel():
             raise ValueError(
                 f"gate_up {list(gate_up.shape)} and down {list(down.shape)} must be [slots, 2 I, H] and [slots, H, I]"
             )
@@ -70,13 +78,15 @@ class SwiGluExperts:
         self.num_slots = int(slots)
 
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """See `ExpertCompute`."""
+        """See `ExpertCompute`. ValueError for rows or ends of another shape, dtype or device."""
+        _check_rows(self, rows, ends)
         if rows.is_cuda and rows.dtype == torch.bfloat16:
             return grouped_mm(swiglu(grouped_mm(rows, self.gate_up, ends)), self.down, ends)
         return loop_over_slots(self, rows, ends)
 
     def slot(self, slot: int) -> tuple[Tensor, Tensor]:
-        """Weights of one slot."""
+        """Weights of one slot; ValueError for one that is none."""
+        require_int("slot", slot, 0, self.num_slots - 1)
         return self.gate_up[slot], self.down[slot]
 
 
@@ -95,26 +105,48 @@ class BlockScaledExperts:
         block: int = 128,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        """ValueError for tensors of other shapes or on different devices, a block or a dtype that is none."""
+        require_int("block", block, 1)
+        if dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"dtype must be one of {', '.join(map(str, WEIGHT_DTYPES))}, found {describe(dtype)}"
+            )
+        require_tensor("gate_up", gate_up, ("slots", "2 I", "H"), dtypes=BIAS_DTYPES)
+        slots, wide, hidden = gate_up.shape
+        shape, device = (slots, hidden, wide // 2), gate_up.device
+        if wide % 2 or not gate_up.numel():
+            raise ValueError(f"gate_up must have shape [slots, 2 I, H], found {list(gate_up.shape)}")
+        require_tensor("down", down, shape, dtypes=BIAS_DTYPES, device=device)
         for name, weight, scale in (("gate_up", gate_up, gate_up_scale), ("down", down, down_scale)):
+            require_tensor(f"{name}_scale", scale, dtypes=WEIGHT_DTYPES, device=device)
             wanted = (weight.shape[0], -(-weight.shape[1] // block), -(-weight.shape[2] // block))
             if scale.shape != wanted:
                 raise ValueError(f"{name}_scale must have shape {list(wanted)}, found {list(scale.shape)}")
         self.tensors = (gate_up, gate_up_scale, down, down_scale)
         self.block, self.dtype = block, dtype
-        self.num_slots = int(gate_up.shape[0])
+        self.num_slots, self.hidden_size = int(slots), int(hidden)
+        self.device = require_device("gate_up.device", device)
 
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """See `ExpertCompute`."""
+        """See `ExpertCompute`. ValueError for rows or ends of another shape, dtype or device."""
+        _check_rows(self, rows, ends)
         return loop_over_slots(self, rows, ends)
 
     def slot(self, slot: int) -> tuple[Tensor, Tensor]:
-        """Weights of one slot, dequantised."""
+        """Weights of one slot, dequantised; ValueError for one that is none."""
+        require_int("slot", slot, 0, self.num_slots - 1)
         gate_up, gate_up_scale, down, down_scale = (tensor[slot] for tensor in self.tensors)
         return self._dequantise(gate_up, gate_up_scale), self._dequantise(down, down_scale)
 
     def _dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:
         wide = scale.repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)
         return weight.to(self.dtype) * wide[: weight.shape[0], : weight.shape[1]].to(self.dtype)
+
+
+def _check_rows(experts: SwiGluExperts | BlockScaledExperts, rows: Tensor, ends: Tensor) -> None:
+    device = experts.device
+    require_tensor("rows", rows, ("M", experts.hidden_size), dtypes=(experts.dtype,), device=device)
+    require_tensor("ends", ends, (experts.num_slots,), dtypes=(torch.int32,), device=device)
 
 
 class _Slots(Protocol):

@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import tomllib
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 
 import zmq
 from zmq.utils import z85
 
+from evenroute.dist.checks import require_path, shown
 from evenroute.eplb.regular_files import read_input_text
+from evenroute.routing.values import describe, require_choice
 
 ROLES = ("rank", "operator", "viewer")
 KNOWN_KEYS = "known_keys.toml"
@@ -33,6 +36,11 @@ class ClientKeys:
     secret_key: str = field(repr=False)
     server_public_key: str
 
+    def __post_init__(self) -> None:
+        require_choice("role", self.role, ROLES)
+        for name in ("public_key", "secret_key", "server_public_key"):
+            _require_key(name, getattr(self, name))
+
     def apply(self, socket: zmq.Socket[bytes]) -> None:
         """Make `socket` a CURVE client; before connect."""
         socket.curve_publickey = self.public_key.encode()
@@ -48,6 +56,16 @@ class ServerKeys:
     secret_key: str = field(repr=False)
     roles: dict[bytes, str]
 
+    def __post_init__(self) -> None:
+        for name in ("public_key", "secret_key"):
+            _require_key(name, getattr(self, name))
+        if not isinstance(self.roles, dict):
+            raise ValueError(f"roles must be a dict of keys and their roles, found {describe(self.roles)}")
+        for key, role in self.roles.items():
+            if not isinstance(key, bytes) or len(key) != 32:
+                raise ValueError(f"roles must be of keys of 32 bytes, found {_size_of(key)}")
+            require_choice("roles", role, ROLES)
+
     def apply(self, socket: zmq.Socket[bytes]) -> None:
         """Make `socket` a CURVE server; before bind."""
         socket.curve_server = True
@@ -62,11 +80,13 @@ def _write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def generate_keys(folder: Path) -> list[Path]:
+def generate_keys(folder: str | PathLike[str]) -> list[Path]:
     """Make keys for the rebalancer and each role; files are new and readable by their owner alone.
 
-    Raises FileExistsError rather than overwrite a key.
+    Raises FileExistsError rather than overwrite a key, OSError where nothing can be written, and ValueError for what
+    is no path.
     """
+    folder = require_path("folder", folder)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     names = [SERVER_FILE, *(f"{role}.toml" for role in ROLES), KNOWN_KEYS]
     for name in names:
@@ -100,29 +120,49 @@ def _read(path: Path) -> dict[str, object]:
 
 def _key(table: dict[str, object], name: str, path: Path) -> str:
     value = table.get(name)
-    if not isinstance(value, str) or len(value) != 40:
+    if not _is_key(value):
         raise ValueError(f"keys: {path}: {name}: expected 40 characters of Z85")
+    return str(value)
+
+
+def _is_key(value: object) -> bool:
+    if not isinstance(value, str) or len(value) != 40:
+        return False
     try:
         z85.decode(value)
     except (ValueError, KeyError):
-        raise ValueError(f"keys: {path}: {name}: expected 40 characters of Z85") from None
-    return value
+        return False
+    return True
 
 
-def load_client_keys(path: Path) -> ClientKeys:
+def _require_key(name: str, value: object) -> None:
+    if not _is_key(value):
+        raise ValueError(f"{name} must be 40 characters of Z85, found {_size_of(value)}")
+
+
+def _size_of(value: object) -> str:
+    """What was found in the place of a key, without what may be most of one."""
+    if isinstance(value, str | bytes):
+        return f"a {type(value).__name__} of {len(value)}"
+    return describe(value)
+
+
+def load_client_keys(path: str | PathLike[str]) -> ClientKeys:
     """Read a role's key file; ValueError or OSError in one line when it is not one."""
+    path = require_path("keys", path)
     table = _read(path)
     role = table.get("role")
     if role not in ROLES:
-        raise ValueError(f"keys: {path}: role: {role!r} found, expected one of {', '.join(ROLES)}")
+        raise ValueError(f"keys: {path}: role: {shown(role)} found, expected one of {', '.join(ROLES)}")
     public, secret, server = (
         _key(table, f"{name}_key", path) for name in ("public", "secret", "server_public")
     )
     return ClientKeys(str(role), public, secret, server)
 
 
-def load_server_keys(folder: Path) -> ServerKeys:
+def load_server_keys(folder: str | PathLike[str]) -> ServerKeys:
     """Read the rebalancer's pair and the known keys; ValueError or OSError in one line when they are not."""
+    folder = require_path("keys", folder)
     own = _read(folder / SERVER_FILE)
     known = _read(folder / KNOWN_KEYS)
     roles: dict[bytes, str] = {}

@@ -23,6 +23,7 @@ import zmq
 
 from evenroute.dist.address import Address
 from evenroute.dist.keys import LOCAL_ROLE, ClientKeys, ServerKeys, ZapHandler
+from evenroute.routing.values import require_instance
 
 LINGER_MS = 500
 QUEUE_FRAMES = 16  # frames that wait for a peer that does not read
@@ -172,6 +173,7 @@ class DealerLink:
     """A rank's, an operator's or a viewer's socket; connects, and reconnects, in the background."""
 
     def __init__(self, address: Address, *, keys: ClientKeys | None, max_message_bytes: int) -> None:
+        require_instance("address", address, Address)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         _set_common(self.socket, max_message_bytes)

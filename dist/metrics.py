@@ -14,7 +14,9 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from evenroute.dist.checks import require_callable, require_seconds, require_text
 from evenroute.dist.control import Status
+from evenroute.routing.values import require_instance, require_int
 
 PREFIX: Final = "evenroute_"
 
@@ -64,7 +66,8 @@ def metric_names() -> list[str]:
 
 
 def counter_values(status: Status) -> dict[str, list[tuple[tuple[str, ...], float]]]:
-    """Each counter's samples: label values and value."""
+    """Each counter's samples: label values and value; ValueError for what is no status."""
+    require_instance("status", status, Status)
     count = status.counters
     plain = {
         "windows_received": "windows_stored",
@@ -97,8 +100,11 @@ def _from_zero(known: tuple[str, ...], counted: dict[str, int]) -> dict[str, int
 def gauge_values(status: Status, max_rank_silence_s: float) -> dict[str, list[tuple[tuple[str, ...], float]]]:
     """Each gauge's samples: label values and value; a gauge without data has none.
 
-    A rank counts as heard that told something in the last `max_rank_silence_s` seconds, as for `degraded`.
+    A rank counts as heard that told something in the last `max_rank_silence_s` seconds, as for `degraded`. Raises
+    ValueError for what is no status or no time.
     """
+    require_instance("status", status, Status)
+    require_seconds("max_rank_silence_s", max_rank_silence_s)
 
     def one(value: float | None) -> list[tuple[tuple[str, ...], float]]:
         return [] if value is None else [((), float(value))]
@@ -135,6 +141,8 @@ class StatusCollector(Collector):
     """Turns the last status into metric families at each scrape."""
 
     def __init__(self, last_status: Callable[[], Status | None], max_rank_silence_s: float) -> None:
+        require_callable("last_status", last_status, "last_status()")
+        require_seconds("max_rank_silence_s", max_rank_silence_s)
         self._last_status = last_status
         self._max_rank_silence_s = max_rank_silence_s
 
@@ -156,11 +164,13 @@ class StatusCollector(Collector):
 
 
 class MetricsServer:
-    """The scrape endpoint. OSError in one line when its address cannot be bound."""
+    """The scrape endpoint. OSError in one line when its address cannot be bound, ValueError for none."""
 
     def __init__(
         self, host: str, port: int, last_status: Callable[[], Status | None], max_rank_silence_s: float
     ) -> None:
+        require_text("host", host)
+        require_int("port", port, 0, 65535)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(StatusCollector(last_status, max_rank_silence_s))
         try:

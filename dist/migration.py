@@ -17,16 +17,19 @@ import numpy as np
 import torch.distributed as torch_dist
 from numpy.typing import NDArray
 
+from evenroute.dist.checks import require_callable, require_parts
 from evenroute.dist.chunk_runner import ChunkRecord, ChunkRunner
 from evenroute.dist.exchange import MigrationError
 from evenroute.dist.migration_config import MigrationConfig, agree_on_numbers
 from evenroute.dist.mover import TableUpdater
 from evenroute.dist.open_layer import OpenLayer
+from evenroute.dist.process_groups import require_group
 from evenroute.dist.staging import StagingBuffers
 from evenroute.dist.transfer import Chunk, most_peers
 from evenroute.dist.verify import ChecksumTest, ExpectedChecksums
-from evenroute.dist.weights import ExpertWeights, Loader
+from evenroute.dist.weights import LOADER_CALL, ExpertWeights, Loader
 from evenroute.eplb.placement import Placement, PlacementRow
+from evenroute.routing.values import require_instance, require_int
 
 __all__ = ["MigrationConfig", "MigrationError", "WeightMover"]
 
@@ -60,8 +63,15 @@ class WeightMover:
             config: see there.
 
         Raises:
-            ValueError: neither ``resident`` nor ``loader``; numbers that do not fit; ranks that disagree about them.
+            ValueError: neither ``resident`` nor ``loader``; arguments of another kind; numbers that do not fit; ranks
+                that disagree about them.
         """
+        require_instance("weights", weights, ExpertWeights)
+        require_parts("tables", tables, "DispatchTables", ("update_layer", "load"))
+        if config is not None:
+            require_instance("config", config, MigrationConfig)
+        if loader is not None:
+            require_callable("loader", loader, LOADER_CALL)
         if resident is None and loader is None:
             raise ValueError(
                 "resident and loader are both missing: nothing says which expert the weights of a slot are"
@@ -69,11 +79,11 @@ class WeightMover:
         self.config = config or MigrationConfig()
         self.weights = weights
         self.group = group
-        self.rank = torch_dist.get_rank(group)
-        self.ep_size = torch_dist.get_world_size(group)
+        self.rank, self.ep_size = require_group("group", group)
         self._tables = tables
         self._loader = loader
-        self._check_resident(resident)
+        if resident is not None:
+            self._check_resident("resident", resident)
         # Slots of every layer as the weights lie now.
         self._rows = [] if resident is None else [row.copy() for row in resident.physical_to_logical]
         self._num_experts = 0
@@ -86,7 +96,7 @@ class WeightMover:
         self._expected: ExpectedChecksums | None = None
         self._commit_checks: deque[ChecksumTest] = deque()
         numbers = [self.num_buffers, weights.num_layers, *(layer.expert_bytes for layer in weights.layers)]
-        numbers += [0 if resident is None else resident.digest(), loader is None]
+        numbers += [0 if resident is None else resident.digest(), int(loader is None)]
         agree_on_numbers(self.config, numbers, group, weights.device)
 
     # Job start, reload
@@ -100,7 +110,7 @@ class WeightMover:
             ValueError: the placement does not fit the weights, or the loader's tensors do not.
             MigrationError: a transfer failed, or (``verify``) replicas of an expert differ between ranks.
         """
-        self._check_resident(placement)
+        self._check_resident("placement", placement)
         assert not self._open, "load while layers are open"
         if self._loader is not None:
             for layer in range(self.weights.num_layers):
@@ -114,7 +124,8 @@ class WeightMover:
 
     def slot_experts(self, layer: int) -> NDArray[np.int32]:
         """``[local slots] int32``: which expert belongs in each local slot of ``layer`` now. For an engine that writes
-        weights itself (RL, hot swap); see `reload` for the copies under way."""
+        weights itself (RL, hot swap); see `reload` for the copies under way. ValueError for a layer that is none."""
+        require_int("layer", layer, 0, self.weights.num_layers - 1)
         return self._local(self._rows[layer]).copy()
 
     def reload(self, loader: Loader) -> None:
@@ -125,6 +136,7 @@ class WeightMover:
             ValueError: the loader's tensors are not those registered, or differ in shape or dtype.
             MigrationError: as `load`.
         """
+        require_callable("loader", loader, LOADER_CALL)
         self._finish_chunk(block=True)
         for layer in range(self.weights.num_layers):
             self.weights.load(layer, self.slot_experts(layer), loader)
@@ -245,9 +257,8 @@ class WeightMover:
         first = self.rank * self.weights.num_local_slots
         return slots[first : first + self.weights.num_local_slots]
 
-    def _check_resident(self, placement: Placement | None) -> None:
-        if placement is None:
-            return
+    def _check_resident(self, name: str, placement: Placement) -> None:
+        require_instance(name, placement, Placement)
         found = (placement.num_layers, placement.num_local_slots, placement.topology.ep_size)
         wanted = (self.weights.num_layers, self.weights.num_local_slots, self.ep_size)
         if found != wanted:

@@ -9,8 +9,12 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 
+from evenroute.dist.checks import require_at_least, require_seconds
+from evenroute.dist.process_groups import require_group
 from evenroute.dist.weights import ALIGN
 from evenroute.eplb.placement import row_digest
+from evenroute.routing.checks import require_device
+from evenroute.routing.values import describe, require_bool, require_instance, require_int, require_number
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,12 @@ class MigrationConfig:
 
     def __post_init__(self) -> None:
         for name, low in (("staging_bytes", 1), ("chunk_bytes", ALIGN), ("max_peers", 1)):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {low}")
+            require_at_least(name, getattr(self, name), low)
+        require_number("transfer_limit_s", self.transfer_limit_s)
         if not self.transfer_limit_s > 0:
             raise ValueError(f"transfer_limit_s={self.transfer_limit_s}: must be above 0")
+        require_seconds("transfer_limit_s", self.transfer_limit_s)
+        require_bool("verify", self.verify)
 
 
 def agree_on_numbers(
@@ -47,8 +53,15 @@ def agree_on_numbers(
     connects the ranks to each other, so that the first chunk does not have to. Collective.
 
     Raises:
-        ValueError: they differ.
+        ValueError: they differ; an argument is of another kind.
     """
+    require_instance("config", config, MigrationConfig)
+    require_group("group", group)
+    device = require_device("device", device)
+    if not isinstance(numbers, Sequence) or len(numbers) < 2:
+        raise ValueError(f"numbers must be num_buffers, layers and more, found {describe(numbers)}")
+    for number in numbers:
+        require_int("numbers", number, 0, (1 << 62) - 1)
     settings = [int(value * 1000) for value in astuple(config)]
     words = [int(n) >> shift & 0x7FFFFFFF for n in (*settings, *numbers) for shift in (0, 31)]
     digest = row_digest(np.array(words, dtype=np.int32), None)

@@ -3,6 +3,7 @@ moves tables only. No torch here: the agreement and its simulator import this fi
 
 from typing import Protocol
 
+from evenroute.dist.checks import require_at_least, require_parts
 from evenroute.eplb.placement import Placement, PlacementRow
 
 
@@ -60,8 +61,8 @@ class TablesOnly:
     """A `LayerMover` for engines without weights here (routing alone, or weights moved elsewhere): staged at once."""
 
     def __init__(self, tables: TableUpdater, *, num_buffers: int = 4) -> None:
-        if num_buffers < 1:
-            raise ValueError(f"num_buffers={num_buffers}: must be at least 1")
+        require_parts("tables", tables, "DispatchTables", ("update_layer", "load"))
+        require_at_least("num_buffers", num_buffers, 1)
         self.num_buffers = num_buffers
         self._tables = tables
         self._opened: list[int] = []  # open and not committed, in the order of opening

@@ -10,6 +10,9 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from evenroute.dist.checks import LEAST_S, require_seconds, require_text, shown
+from evenroute.routing.values import describe
+
 
 class MissingRanksError(RuntimeError):
     """Some ranks did not come: the message names the operation and them."""
@@ -19,13 +22,47 @@ def _names(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
+def require_group(name: str, value: object) -> tuple[int, int]:
+    """This rank and the number of ranks of a process group; ValueError unless this process is a member of it."""
+    if not isinstance(value, ProcessGroup):
+        number = (
+            f"{value} (a rank that is no member)" if value is torch_dist.GroupMember.NON_GROUP_MEMBER else ""
+        )
+        raise ValueError(f"{name} must be a process group, found {number or describe(value)}")
+    try:
+        return torch_dist.get_rank(value), torch_dist.get_world_size(value)
+    except (ValueError, RuntimeError, KeyError):
+        raise ValueError(f"{name} must be a process group in use, found one that was destroyed") from None
+
+
+def _from_environment(name: str, low: int, high: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        raise ValueError(f"{name} is not in the environment; expected as torchrun sets it")
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and low <= int(text) <= high):
+        raise ValueError(f"{name}: {shown(text)} found in the environment, expected {low} to {high}")
+    return int(text)
+
+
 def join_job(*, backend: str, limit_s: float, collective_limit_s: float = 600.0) -> None:
     """`init_process_group` from torchrun's environment with a roll call first.
 
-    Raises MissingRanksError ("3/4 ranks joined ...") when a rank is not there within `limit_s` seconds.
+    Raises MissingRanksError ("3/4 ranks joined ...") when a rank is not there within `limit_s` seconds, and ValueError
+    for wrong arguments or an environment that is not torchrun's.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    require_text("backend", backend)
+    require_seconds("limit_s", limit_s, LEAST_S)
+    require_seconds("collective_limit_s", collective_limit_s, LEAST_S)
+    if not backend or not torch_dist.is_backend_available(backend.lower()):
+        raise ValueError(f"backend={shown(backend)} is not one that this torch has")
+    world_size = _from_environment("WORLD_SIZE", 1, 1 << 20)
+    rank = _from_environment("RANK", 0, world_size - 1)
+    port = _from_environment("MASTER_PORT", 1, 65535)
+    address = os.environ.get("MASTER_ADDR")
+    if not address:
+        raise ValueError("MASTER_ADDR is not in the environment; expected as torchrun sets it")
+    if torch_dist.is_initialized():
+        raise RuntimeError("job start: torch.distributed is initialized already")
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
     started = time.monotonic()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -75,8 +112,11 @@ def _has(store: Store, key: str) -> bool:
 def new_cpu_group(like: ProcessGroup, *, limit_s: float) -> ProcessGroup:
     """A gloo group of its own over the ranks of `like`, whose collectives fail after `limit_s` seconds.
 
-    Every rank of `like` calls it, in the same order; others need not.
+    Every rank of `like` calls it, in the same order; others need not. Raises ValueError for what is no group of this
+    rank, or no time.
     """
+    require_group("like", like)
+    require_seconds("limit_s", limit_s, LEAST_S)
     group: ProcessGroup | None = torch_dist.new_group(
         ranks=torch_dist.get_process_group_ranks(like),
         backend="gloo",

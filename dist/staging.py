@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from evenroute.dist.checks import require_at_least
 from evenroute.dist.weights import ExpertWeights, LayerWeights, align_up
+from evenroute.routing.values import require_instance
 
 
 def layer_bytes(weights: LayerWeights, num_local_slots: int) -> int:
@@ -22,7 +24,9 @@ class StagingBuffers:
     """
 
     def __init__(self, weights: ExpertWeights, staging_bytes: int) -> None:
-        """ValueError if not even one layer fits ``staging_bytes``."""
+        """ValueError if not even one layer fits ``staging_bytes``, or that is no number of bytes."""
+        require_instance("weights", weights, ExpertWeights)
+        require_at_least("staging_bytes", staging_bytes, 1)
         self._weights = weights
         self.buffer_bytes = max(layer_bytes(layer, weights.num_local_slots) for layer in weights.layers)
         if staging_bytes < self.buffer_bytes:

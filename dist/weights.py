@@ -11,7 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenroute.dist.checks import require_callable
+from evenroute.routing.checks import require_device, require_tensor
+from evenroute.routing.values import describe, require_instance, require_int
+
 ALIGN = 512  # of a tensor's first byte inside an expert and inside a staging buffer
+LOADER_CALL = "loader(layer, expert)"
 
 Loader = Callable[[int, int], Mapping[str, Tensor]]
 """``loader(layer, expert)`` -> the expert's rows by tensor name, each of the registered tensor's shape without
@@ -61,8 +66,10 @@ def row_bytes(tensor: Tensor) -> Tensor:
     """The bytes of ``tensor [N, ...]`` as ``[N, bytes of a row] uint8``, sharing memory, whatever its dtype.
 
     Raises:
-        ValueError: a row is not one dense block of memory, or rows overlap.
+        ValueError: no dense tensor of one dimension or more; a row is not one dense block of memory, or rows overlap.
     """
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.ndim == 0:
+        raise ValueError(f"tensor must be dense, of one dimension or more, found {describe(tensor)}")
     shape, strides = tensor.shape[1:], tensor.stride()[1:]
     numel, size = math.prod(shape), tensor.element_size()
     # Dense in some order of its dimensions: a transposed view is as good as a plain tensor.
@@ -89,16 +96,25 @@ def row_bytes(tensor: Tensor) -> Tensor:
     return out
 
 
+def _require_mapping(where: str, tensors: object) -> None:
+    if not isinstance(tensors, Mapping):
+        raise ValueError(f"{where}: must be tensors by name, found {describe(tensors)}")
+    for name in tensors:
+        if not isinstance(name, str):
+            raise ValueError(f"{where}: a tensor's name must be a str, found {describe(name)}")
+
+
 def _checked_layer(
     layer: int, tensors: Mapping[str, Tensor], num_local_slots: int, device: torch.device
 ) -> LayerWeights:
+    _require_mapping(f"layer {layer}", tensors)
     if not tensors:
         raise ValueError(f"layer {layer}: no tensors registered")
     rows, offsets, total = [], [], 0
     for name, tensor in tensors.items():
         where = f"layer {layer} tensor {name!r}"
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-            raise ValueError(f"{where}: must be a dense tensor, found {type(tensor).__name__}")
+            raise ValueError(f"{where}: must be a dense tensor, found {describe(tensor)}")
         if tensor.ndim == 0 or tensor.shape[0] != num_local_slots:
             found = "has no dimensions" if tensor.ndim == 0 else f"has dimension 0 = {tensor.shape[0]}"
             raise ValueError(f"{where}: {found}, must be the {num_local_slots} local slots")
@@ -130,13 +146,20 @@ class ExpertWeights:
         the migration writes into them.
 
         Raises:
-            ValueError: no layer; a tensor whose dimension 0 is not the local slots, whose rows have gaps or overlap,
-                on another device, or in memory that another registered tensor uses too.
+            ValueError: no layer, or none of tensors by name; a tensor whose dimension 0 is not the local slots, whose
+                rows have gaps or overlap, on another device, or in memory that another registered tensor uses too.
         """
+        if isinstance(layers, str) or not isinstance(layers, Sequence):
+            raise ValueError(f"layers must be a sequence of tensors by name, found {describe(layers)}")
+        require_int("num_local_slots", num_local_slots, 1, 1 << 20)
+        if layers:
+            _require_mapping("layer 0", layers[0])
         if not layers or not layers[0]:
             raise ValueError("layers: no tensors registered")
-        first = next(iter(layers[0].values()))
-        self.device = first.device
+        name, first = next(iter(layers[0].items()))
+        if not isinstance(first, Tensor):
+            raise ValueError(f"layer 0 tensor {name!r}: must be a dense tensor, found {describe(first)}")
+        self.device = require_device(f"layer 0 tensor {name!r}: device", first.device)
         self.num_local_slots = num_local_slots
         self.layers = [
             _checked_layer(layer, tensors, num_local_slots, self.device)
@@ -169,16 +192,32 @@ class ExpertWeights:
         """Fill the local slots of ``layer``: slot i with ``loader(layer, experts[i])``.
 
         Raises:
-            ValueError: the loader's tensors are not those registered, or differ in shape or dtype.
+            ValueError: the loader's tensors are not those registered, or differ in shape or dtype; a layer or experts
+                that are none.
         """
+        require_int("layer", layer, 0, self.num_layers - 1)
+        require_callable("loader", loader, LOADER_CALL)
+        self._check_experts(experts)
         for slot, expert in enumerate(experts.tolist()):
             rows = checked_rows(self.layers[layer], layer, expert, loader(layer, expert))
             for name, row in rows.items():
                 with torch.no_grad():
                     self.layers[layer].tensors[name][slot].copy_(row)
 
+    def _check_experts(self, experts: object) -> None:
+        if (
+            not isinstance(experts, np.ndarray)
+            or experts.dtype.kind not in "iu"
+            or experts.shape != (self.num_local_slots,)
+        ):
+            raise ValueError(f"experts must be integers [{self.num_local_slots}], found {describe(experts)}")
+
     def load_staged(self, layer: int, expert: int, loader: Loader, staged: Sequence[Tensor]) -> None:
         """Like `load` for one expert, into ``staged``: 1-D uint8, the bytes that a live slot would have, by tensor."""
+        require_int("layer", layer, 0, self.num_layers - 1)
+        require_int("expert", expert, 0)
+        require_callable("loader", loader, LOADER_CALL)
+        self._check_staged(layer, staged)
         weights = self.layers[layer]
         rows = checked_rows(weights, layer, expert, loader(layer, expert))
         for (name, tensor), target in zip(weights.tensors.items(), staged, strict=True):
@@ -190,6 +229,14 @@ class ExpertWeights:
                 flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                 flat.set_(like.untyped_storage(), 0, (target.numel(),), (1,))
                 target.copy_(flat)
+
+    def _check_staged(self, layer: int, staged: Sequence[Tensor]) -> None:
+        rows = self.layers[layer].rows
+        if isinstance(staged, str) or not isinstance(staged, Sequence) or len(staged) != len(rows):
+            raise ValueError(f"staged must be {len(rows)} tensors, found {describe(staged)}")
+        for number, (target, live) in enumerate(zip(staged, rows, strict=True)):
+            name, shape = f"staged[{number}]", (int(live.shape[1]),)
+            require_tensor(name, target, shape, dtypes=(torch.uint8,), device=self.device)
 
 
 def _rows_apart(rows: Tensor, other: Tensor) -> bool:
@@ -203,11 +250,15 @@ def checked_rows(
     weights: LayerWeights, layer: int, expert: int, rows: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
     """``rows`` if it holds the registered tensors of one expert; ValueError otherwise."""
+    require_instance("weights", weights, LayerWeights)
     where = f"loader: layer {layer} expert {expert}"
+    _require_mapping(where, rows)
     if set(rows) != set(weights.tensors):
         raise ValueError(f"{where}: gave tensors {sorted(rows)}, expected {sorted(weights.tensors)}")
     for name, row in rows.items():
         registered = weights.tensors[name]
+        if not isinstance(row, Tensor) or row.layout != torch.strided or row.device.type == "meta":
+            raise ValueError(f"{where} tensor {name!r}: must be a dense tensor, found {describe(row)}")
         if row.shape != registered.shape[1:] or row.dtype != registered.dtype:
             raise ValueError(
                 f"{where} tensor {name!r}: gave {list(row.shape)} {row.dtype}, "
