@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from evenroute.dist.control import RankStatus, Status
 
 DEGRADED = 1
+SILENT_S = 5.0  # a rank that was heard, but not for so long, is silent; as in `evenroute top`
 
 
 def register(app: typer.Typer) -> None:
@@ -65,13 +66,15 @@ def status_lines(status: Status) -> list[str]:
     errors = sum(status.plan_errors.values())
     unit = "s" if status.interval_unit == "seconds" else " windows"
     silence = max((rank.heard_s_ago or 0.0 for rank in heard), default=0.0)
+    silent = sum(_is_silent(rank) for rank in heard)
     live = _key(status.live_lowest)
     if status.live_lowest != status.live_highest:
         live += f" .. {_key(status.live_highest)} (switching)"
     lines += [
         f"job        {one_line(status.model) or 'unnamed'}: {status.num_layers} layers, "
         f"{status.num_logical_experts} experts in {status.num_slots} slots, {status.ep_size} ranks, run {status.run:x}",
-        f"ranks      {len(heard)}/{status.ep_size} heard, the quietest {silence:.1f} s ago",
+        f"ranks      {len(heard)}/{status.ep_size} heard, {f'{silent} silent, ' if silent else ''}"
+        f"the quietest {silence:.1f} s ago",
         f"version    newest {_key(status.newest)}, in use {live}",
         f"planner    {status.plans_succeeded} plans, {errors} errors {status.plan_errors or ''}, next in "
         f"{status.until_next_plan:.0f}{unit} of {status.interval:g}{unit}"
@@ -120,7 +123,7 @@ def _rank_lines(status: Status) -> list[str]:
     lines = []
     for rank in status.ranks:
         if len(status.ranks) > 16 and not (
-            rank.behind or rank.missing_windows or (rank.heard_s_ago or 99.0) > 5.0 or _odd(rank)
+            rank.behind or rank.missing_windows or _is_silent(rank) or _odd(rank)
         ):
             continue
         seen = "never heard" if rank.heard_s_ago is None else f"heard {rank.heard_s_ago:.1f} s ago"
@@ -133,6 +136,10 @@ def _rank_lines(status: Status) -> list[str]:
             f"{_recorded(rank)}"
         )
     return lines
+
+
+def _is_silent(rank: RankStatus) -> bool:
+    return rank.heard_s_ago is None or rank.heard_s_ago > SILENT_S
 
 
 def _odd(rank: RankStatus) -> bool:

@@ -25,7 +25,10 @@ def top(
     frames: Frames = None,
     timeout: Timeout = 5.0,
 ) -> None:
-    """Balancedness, versions, lag and a map of all ranks, live; ends with Ctrl-C. Exit status as `status`."""
+    """Balancedness, versions, lag and a map of all ranks, live; ends with Ctrl-C.
+
+    Exit status as `status`: 0 healthy, 1 degraded, 2 unreachable; 130 for Ctrl-C before the first answer.
+    """
     from rich.console import Console
 
     if not interval > 0 or not timeout > 0:
