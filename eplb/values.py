@@ -92,8 +92,12 @@ def require_instance(name: str, value: Any, kind: type[Any]) -> None:
 
 def is_number(value: Any) -> bool:
     """Whether ``value`` is a finite real number, Python's or numpy's, and no bool."""
-    number: Any = value
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(-1e300 < number < 1e300)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return abs(float(value)) < 1e300
+    except OverflowError:  # an int beyond the floats
+        return False
 
 
 def as_integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:

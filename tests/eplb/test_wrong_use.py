@@ -1,0 +1,452 @@
+"""What callers of the planner's Python API get wrong: one ValueError of one line: the field, what was found, what is
+allowed. Nothing is planned or written by a refused call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evenroute.eplb import deepseek, topology
+from evenroute.eplb.backtest import backtest
+from evenroute.eplb.dump_reader import DumpReader
+from evenroute.eplb.elastic import plan_elastic
+from evenroute.eplb.foreign_open import open_source, open_sources
+from evenroute.eplb.load_files import read_logical_count
+from evenroute.eplb.loads import (
+    balancedness,
+    placement_balancedness,
+    rank_loads,
+    slot_loads,
+    validate_loads,
+)
+from evenroute.eplb.model_shapes import MODEL_SHAPES, ModelShape
+from evenroute.eplb.placement import (
+    Placement,
+    PlacementRow,
+    even_shares,
+    normalize_shares,
+    placement_digest,
+    replica_counts,
+    row_digest,
+)
+from evenroute.eplb.placement_file import load_placement, save_placement, write_beside_and_rename
+from evenroute.eplb.placement_set import load_placement_set, update_placement_set
+from evenroute.eplb.planner import figure, plan_placement
+from evenroute.eplb.planner_moves import MoveCost, MoveLimits
+from evenroute.eplb.policy import PolicySettings, RebalancePolicy
+from evenroute.eplb.replay import Replay, ReplaySettings
+from evenroute.eplb.store import HistoryStore
+from evenroute.eplb.store_reader import StoreReader, check_format, connect
+from evenroute.eplb.topology import Topology
+from evenroute.eplb.windows import combine_windows, tokens_needed, validate_windows
+
+L, E, P, R = 2, 8, 12, 4
+LOADS = np.arange(1.0, L * E + 1).reshape(L, E)
+TOPOLOGY = Topology(R)
+PLACEMENT = Placement.initial(L, E, P, TOPOLOGY)
+ROW = PLACEMENT.row(0)
+UNEVEN = even_shares(ROW.slots)
+HUGE = 10**400  # no float, and too long for a message
+
+Call = Callable[[], Any]
+NOT_INTEGERS = ("8", None, 1.5, 8.0, float("nan"), True, [8], np.ones(2, np.int64), 1j, HUGE, -HUGE)
+NOT_NUMBERS = ("1", True, [0.5], float("nan"), float("inf"), HUGE, 1j, np.ones(2))
+NOT_PATHS = (None, 3, True, ["a"], b"a", "a\0b", np.ones(2))
+# array-likes that are no loads, and what of them the message names
+NOT_LOADS = [
+    (None, "found None"),
+    ("loads", "found dtype <U5"),
+    ([["1", "2"]], "found dtype <U1"),
+    (b"12", "found dtype |S2"),
+    (LOADS.astype(complex), "found dtype complex128"),
+    (np.zeros((L, E), "datetime64[s]"), "found dtype datetime64[s]"),
+    ([[1.0, 2.0], [3.0]], "inhomogeneous"),
+    (object(), "found a object"),
+    ({"loads": LOADS}, "found a dict"),
+    ([[HUGE] * E], "too large"),
+    (np.array([[1j] * E], dtype=object), "complex"),
+]
+NO_PLACEMENTS = (np.zeros((L, P), np.int32), "placement", 3, [], ROW)
+
+
+def refused(words: str, call: Call) -> None:
+    """`call()` raises exactly a ValueError, in one line that holds each of the words (split at ` | `)."""
+    with pytest.raises(ValueError) as caught:
+        call()
+    text = str(caught.value)
+    assert type(caught.value) is ValueError
+    assert "\n" not in text
+    assert len(text) < 400
+    missing = [word for word in words.split(" | ") if word not in text]
+    assert not missing, text
+
+
+def plan(loads: Any = LOADS, **change: Any) -> Any:
+    return plan_placement(loads, **{"topology": TOPOLOGY, "num_slots": P, **change})
+
+
+# ----------------------------------------------------------------------------------- integers
+
+INTEGERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "Topology.ep_size": ("ep_size", lambda n: Topology(n)),
+    "Topology.num_nodes": ("num_nodes", lambda n: Topology(4, n)),
+    "node_of_rank": ("rank", lambda n: TOPOLOGY.node_of_rank(n)),
+    "require_positive": ("field", lambda n: topology.require_positive("field", n)),
+    "automatic.E": ("num_logical_experts", lambda n: topology.automatic_redundant_experts(n, 4)),
+    "automatic.R": ("ep_size", lambda n: topology.automatic_redundant_experts(8, n)),
+    "nearest_num_slots.E": ("num_logical_experts", lambda n: topology.nearest_num_slots(n, P, R)),
+    "nearest_num_slots.P": ("num_slots", lambda n: topology.nearest_num_slots(E, n, R)),
+    "nearest_num_slots.R": ("ep_size", lambda n: topology.nearest_num_slots(E, P, n)),
+    "check_num_slots.E": ("num_logical_experts", lambda n: topology.check_num_slots(n, P, R)),
+    "check_num_slots.P": ("num_slots", lambda n: topology.check_num_slots(E, n, R)),
+    "check_num_slots.R": ("ep_size", lambda n: topology.check_num_slots(E, P, n)),
+    "nearest_num_groups.E": ("num_logical_experts", lambda n: topology.nearest_num_groups(n, 2, 1)),
+    "nearest_num_groups.G": ("num_groups", lambda n: topology.nearest_num_groups(E, n, 1)),
+    "nearest_num_groups.N": ("num_nodes", lambda n: topology.nearest_num_groups(E, 2, n)),
+    **{
+        f"check_plan_numbers.{name}": (
+            name,
+            lambda n, at=at: topology.check_plan_numbers(
+                *(n if i == at else v for i, v in enumerate((E, P, 1, 1, R)))
+            ),
+        )
+        for at, name in enumerate(("num_logical_experts", "num_slots", "num_groups", "num_nodes", "ep_size"))
+    },
+    "Placement.E": ("num_logical_experts", lambda n: Placement(PLACEMENT.physical_to_logical, n, TOPOLOGY)),
+    "initial.L": ("num_layers", lambda n: Placement.initial(n, E, P, TOPOLOGY)),
+    "initial.E": ("num_logical_experts", lambda n: Placement.initial(L, n, P, TOPOLOGY)),
+    "initial.P": ("num_slots", lambda n: Placement.initial(L, E, n, TOPOLOGY)),
+    "from_rows.E": ("num_logical_experts", lambda n: Placement.from_rows([ROW], n, TOPOLOGY)),
+    "row": ("layer", lambda n: PLACEMENT.row(n)),
+    "with_row": ("layer", lambda n: PLACEMENT.with_row(n, ROW)),
+    "replica_counts": ("num_logical_experts", lambda n: replica_counts(ROW.slots, n)),
+    "plan.num_slots": ("num_slots", lambda n: plan(num_slots=n)),
+    "plan.num_groups": ("num_groups", lambda n: plan(num_groups=n)),
+    "deepseek.P": ("num_replicas", lambda n: deepseek.rebalance_experts(LOADS, n, 1, 1, 4)),
+    "deepseek.G": ("num_groups", lambda n: deepseek.rebalance_experts(LOADS, 12, n, 1, 4)),
+    "deepseek.N": ("num_nodes", lambda n: deepseek.rebalance_experts(LOADS, 12, 1, n, 4)),
+    "deepseek.R": ("num_gpus", lambda n: deepseek.rebalance_experts(LOADS, 12, 1, 1, n)),
+    "tokens_needed": ("top_k", lambda n: tokens_needed(LOADS, topology=TOPOLOGY, num_slots=P, top_k=n)),
+    "policy": ("num_slots", lambda n: RebalancePolicy(TOPOLOGY, n)),
+    "backtest.depth": ("depth", lambda n: backtest([LOADS] * 3, placement=PLACEMENT, depth=n)),
+    "replay.interval": ("interval", lambda n: ReplaySettings(4, 0, interval=n)),
+    "replay.redundant": ("num_redundant_experts", lambda n: ReplaySettings(4, n)),
+    "elastic.sources": (
+        "sources: rank 1",
+        lambda n: plan_elastic(LOADS, PLACEMENT, Topology(2), [0, 2.5 if n is None else n]),
+    ),
+}  # fmt: skip
+# those that may be left out
+OPTIONAL_INTEGERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "validate_loads.L": ("num_layers", lambda n: validate_loads(LOADS, num_layers=n)),
+    "validate_loads.E": ("num_logical_experts", lambda n: validate_loads(LOADS, num_logical_experts=n)),
+    **{
+        f"plan.{name}": (name, lambda n, name=name: plan(current=PLACEMENT, policy="weighted", **{name: n}))
+        for name in ("max_moves", "max_moves_per_rank", "num_threads")
+    },
+    "plan.num_threads, stay": ("num_threads", lambda n: plan(policy="stay", num_threads=n)),
+    "limits": ("max_moves", lambda n: MoveLimits(max_moves=n)),
+    "elastic": ("num_slots", lambda n: plan_elastic(LOADS, PLACEMENT, Topology(2), [0, 1], num_slots=n)),
+}
+HERE = [(name, *case, True) for name, case in INTEGERS.items()]
+HERE += [(name, *case, False) for name, case in OPTIONAL_INTEGERS.items()]
+
+
+@pytest.mark.parametrize(("field", "call", "needed"), [case[1:] for case in HERE], ids=[c[0] for c in HERE])
+def test_integers(field: str, call: Callable[[Any], Any], needed: bool) -> None:
+    for bad in NOT_INTEGERS:
+        if bad is not None or needed:
+            refused(f"{field} must be ", lambda bad=bad: call(bad))  # type: ignore[misc]
+
+
+LIMITS: list[tuple[str, Call]] = [
+    ("ep_size must be >= 1, found 0", lambda: Topology(0)),
+    ("ep_size must be <= 65536, found 1099511627776", lambda: Topology(1 << 40)),
+    ("num_nodes=3 does not divide ep_size=4", lambda: Topology(4, 3)),
+    ("rank=4 is outside [0, ep_size=4)", lambda: TOPOLOGY.node_of_rank(4)),
+    ("ep_size must be >= 1, found 0", lambda: topology.nearest_num_slots(E, P, 0)),
+    ("num_nodes must be >= 1, found 0", lambda: topology.nearest_num_groups(E, 2, 0)),
+    ("num_logical_experts must be <= 1048576", lambda: topology.nearest_num_groups(1 << 40, 2, 1)),
+    ("num_layers must be >= 0, found -1", lambda: Placement.initial(-1, E, P, TOPOLOGY)),
+    ("a placement has at most 268435456 entries", lambda: Placement.initial(1 << 40, E, P, TOPOLOGY)),
+    ("layer=2 is outside [0, num_layers=2)", lambda: PLACEMENT.row(2)),
+    ("layer=-1 is outside [0, num_layers=2)", lambda: PLACEMENT.row(-1)),
+    ("layer=2 is outside [0, num_layers=2)", lambda: PLACEMENT.with_row(2, ROW)),
+    ("num_threads must be >= 1, found 0", lambda: plan(policy="stay", num_threads=0)),
+    ("max_moves must be >= 0, found -1", lambda: plan(max_moves=-1)),
+    ("most_windows must be >= 1, found 0", lambda: backtest([LOADS] * 3, placement=PLACEMENT, most_windows=0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "call"), LIMITS)
+def test_limits(words: str, call: Call) -> None:
+    refused(words, call)
+
+
+def test_numpy_integers_are_integers_everywhere(tmp_path: Path) -> None:
+    for kind in (np.int64, np.uint8, np.int32):
+        where = Topology(kind(R), kind(2))
+        made = Placement.initial(kind(L), kind(E), kind(P), where)
+        assert type(where.ep_size) is type(made.num_logical_experts) is int
+        save_placement(tmp_path / "p.json", made, epoch=kind(3), version=kind(4))
+        assert load_placement(tmp_path / "p.json")[0].digest() == made.digest()
+        planned = plan(
+            topology=where, num_slots=kind(P), num_groups=kind(1), current=made, policy="weighted",
+            max_moves=kind(3), num_threads=kind(1), target=np.float32(0.9),
+        )  # fmt: skip
+        same = plan(
+            topology=where,
+            num_slots=P,
+            current=made,
+            policy="weighted",
+            max_moves=3,
+            target=float(np.float32(0.9)),
+        )
+        assert planned.placement.digest() == same.placement.digest()
+        assert made.row(kind(1)).slots.tolist() == made.row(1).slots.tolist()
+        maps = deepseek.rebalance_experts(LOADS, kind(P), kind(1), kind(1), kind(R))
+        assert maps[0].tolist() == deepseek.rebalance_experts(LOADS, P, 1, 1, R)[0].tolist()
+        assert made.with_row(kind(1), made.row(0)).digest() == made.digest()
+
+
+# ------------------------------------------------------------------------- numbers, names, flags
+
+
+@pytest.mark.parametrize(
+    ("field", "call"),
+    [
+        ("spill", lambda x: plan(spill=x)),
+        ("share_gain", lambda x: plan(share_gain=x)),
+        ("target", lambda x: plan(target=x, current=PLACEMENT, policy="weighted")),
+        ("bytes_per_expert", lambda x: MoveCost(x, 1, 1, 1)),
+        ("seconds_in_use", lambda x: MoveCost(1, 1, 1, x)),
+        ("move_gain", lambda x: PolicySettings(move_gain=x)),
+        ("target", lambda x: PolicySettings(target=x)),
+        ("dead_band", lambda x: ReplaySettings(4, 0, dead_band=x)),
+        ("move_fraction", lambda x: backtest([LOADS] * 3, placement=PLACEMENT, move_fraction=x)),
+        ("loss", lambda x: tokens_needed(LOADS, topology=TOPOLOGY, num_slots=P, top_k=2, loss=x)),
+        ("ewma_weight", lambda x: combine_windows(np.stack([LOADS] * 3), "ewma", ewma_weight=x)),
+    ],
+)
+def test_numbers(field: str, call: Callable[[Any], Any]) -> None:
+    for bad in (*NOT_NUMBERS, -0.5):
+        refused(field, lambda bad=bad: call(bad))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("field", "call"),
+    [
+        ("policy", lambda x: plan(policy=x)),
+        ("windows", lambda x: plan(windows=x)),
+        ("windows", lambda x: combine_windows(np.stack([LOADS] * 3), x)),
+        ("predictor", lambda x: ReplaySettings(4, 0, predictor=x)),
+        ("scoring", lambda x: ModelShape(**{**vars(MODEL_SHAPES["dsv3"]), "scoring": x})),
+    ],
+)
+def test_names(field: str, call: Callable[[Any], Any]) -> None:
+    for bad in (None, 3, ["global"], np.zeros(2), "GLOBAL", "x" * 5000):
+        refused(f"{field}= | expected one of", lambda bad=bad: call(bad))  # type: ignore[misc]
+
+
+# ---------------------------------------------------------------------------------------- arrays
+
+
+@pytest.mark.parametrize(("bad", "found"), NOT_LOADS, ids=[found for _, found in NOT_LOADS])
+@pytest.mark.parametrize(
+    ("field", "call"),
+    [
+        ("loads", validate_loads),
+        ("loads", validate_windows),
+        ("loads", plan),
+        ("loads", lambda x: slot_loads(x, PLACEMENT)),
+        ("loads", lambda x: rank_loads(x, PLACEMENT)),
+        ("loads", lambda x: placement_balancedness(x, PLACEMENT)),
+        ("loads", lambda x: deepseek.rebalance_experts(x, 12, 1, 1, 4)),
+        ("loads", lambda x: backtest(x, placement=PLACEMENT)),
+        ("loads", lambda x: plan_elastic(x, PLACEMENT, Topology(2), [0, 1])),
+        ("rank loads", balancedness),
+        ("source_loads", lambda x: plan(source_loads="" if x is None else x)),
+    ],
+)
+def test_loads(field: str, call: Callable[[Any], Any], bad: Any, found: str) -> None:
+    refused(f"{field} must be numbers [", lambda: call(bad))
+    if not (field == "source_loads" and bad is None):
+        refused(found, lambda: call(bad))
+
+
+@pytest.mark.parametrize(
+    ("field", "call"),
+    [
+        ("slots", lambda x: row_digest(x, None)),
+        ("shares", lambda x: row_digest(ROW.slots, x if x is not None else "")),
+        ("row_digests", lambda x: placement_digest([x])),
+        ("physical_to_logical", lambda x: replica_counts(x, E)),
+        ("slots", even_shares),
+        ("slots", lambda x: normalize_shares(x, UNEVEN)),
+        ("shares", lambda x: normalize_shares(ROW.slots, x if x is not None else "")),
+        ("physical_to_logical", lambda x: Placement(x, E, TOPOLOGY)),
+        ("shares", lambda x: Placement(ROW.slots[None], E, TOPOLOGY, x if x is not None else "")),
+        ("rows: layer 0: slots", lambda x: Placement.from_rows([PlacementRow(x, None)], E, TOPOLOGY)),
+        ("row: slots", lambda x: PLACEMENT.with_row(1, PlacementRow(x, None))),
+        ("row: shares", lambda x: PLACEMENT.with_row(1, PlacementRow(ROW.slots, "" if x is None else x))),
+    ],
+)
+def test_slots_and_shares(field: str, call: Callable[[Any], Any]) -> None:
+    arrays = (ROW.slots.astype(float), ROW.slots > 3, ROW.slots.astype(object), ROW.slots.astype(complex))
+    for bad in (
+        None,
+        "slots",
+        object(),
+        3.5,
+        [["a"]],
+        [[1, 2], [3]],
+        [1 << 80],
+        ROW.slots[None, None],
+        *arrays,
+    ):
+        refused(f"{field} ", lambda bad=bad: call(bad))  # type: ignore[misc]
+
+
+ROWS: list[tuple[str, Call]] = [
+    ("slots must lie in [0, 1048575], found -1 .. 2", lambda: even_shares([-1, 2])),
+    ("holds expert 8, outside [0, num_logical_experts=8)", lambda: replica_counts(np.array([1, 8]), E)),
+    ("shares must have the shape of slots [12], found [11]", lambda: normalize_shares(ROW.slots, UNEVEN[1:])),
+    ("shares must lie in [0, 65535]", lambda: normalize_shares(ROW.slots, UNEVEN.astype(np.int64) - 99999)),
+    ("rows must be a list of PlacementRow, found None", lambda: Placement.from_rows(None, E, TOPOLOGY)),
+    ("rows: layer 1 must be a PlacementRow, found None", lambda: Placement.from_rows([ROW, None], E, TOPOLOGY)),
+    ("row must be a PlacementRow, found a numpy.ndarray", lambda: PLACEMENT.with_row(0, ROW.slots)),
+    ("row must have num_slots=12 slots, found 8", lambda: PLACEMENT.with_row(0, PlacementRow(np.arange(8), None))),
+    ("layer 1 slot 0 holds expert 100", lambda: PLACEMENT.with_row(1, PlacementRow(ROW.slots + 100, None))),
+    ("history has (layers, experts) (1, 8)", lambda: backtest(np.ones((3, 1, E)), placement=PLACEMENT)),
+    ("source_loads must be [ranks, layers, experts] (4, 2, 8)", lambda: plan(source_loads=LOADS)),
+    ("counts must be an array of numbers [2, 8], found None",
+     lambda: Replay(L, E, ReplaySettings(4, 4)).feed(None)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "call"), ROWS)
+def test_rows(words: str, call: Call) -> None:
+    refused(words, call)
+
+
+def test_a_changed_row_gives_what_the_rows_give() -> None:
+    """`with_row` takes shares of both kinds of row, into placements of both kinds."""
+    twice = next(e for e in range(E) if (ROW.slots == e).sum() == 2)
+    shares = UNEVEN.copy()
+    shares[ROW.slots == twice] = (60000, 5535)
+    uneven = PlacementRow(ROW.slots, shares)
+    for before in (PLACEMENT, PLACEMENT.with_row(0, uneven)):
+        for row in (ROW, uneven):
+            rows = [before.row(0), row]
+            assert before.with_row(1, row).digest() == Placement.from_rows(rows, E, TOPOLOGY).digest()
+
+
+# ----------------------------------------------------------------------------- objects and files
+
+
+@pytest.mark.parametrize(
+    ("words", "call", "bad"),
+    [
+        *((f"{name} must be a Placement", call, NO_PLACEMENTS) for name, call in (
+            ("placement", lambda x: slot_loads(LOADS, x)),
+            ("placement", lambda x: rank_loads(LOADS, x)),
+            ("placement", lambda x: placement_balancedness(LOADS, x)),
+            ("placement", lambda x: backtest([LOADS] * 3, placement=x)),
+            ("placement", lambda x: RebalancePolicy(TOPOLOGY, P).decide(LOADS, x)),
+            ("placement", lambda x: save_placement("/nowhere/p.json", x)),
+            ("current", lambda x: plan(current=x)),
+            ("current", lambda x: plan_elastic(LOADS, x, TOPOLOGY, [])),
+            ("target", PLACEMENT.moved_slots),
+            ("start", lambda x: Replay(L, E, ReplaySettings(4, 4), x)),
+        )),
+        *((f"{name} must be a Topology", call, (None, 4, "4", {"ep_size": 4})) for name, call in (
+            ("topology", lambda x: plan(topology=x)),
+            ("topology", lambda x: Placement(PLACEMENT.physical_to_logical, E, x)),
+            ("topology", lambda x: Placement.initial(L, E, P, x)),
+            ("topology", lambda x: plan_elastic(LOADS, PLACEMENT, x, [])),
+            ("topology", lambda x: RebalancePolicy(x, P)),
+        )),
+        ("cost must be a MoveCost", lambda x: plan(cost=x), (1.0, "cheap", {}, PLACEMENT)),
+        ("cost must be a MoveCost", lambda x: PolicySettings(cost=x), (1.0, "cheap")),
+        ("settings must be a PolicySettings", lambda x: RebalancePolicy(TOPOLOGY, P, x), (0, {}, "")),
+        ("sources must be a list of ranks", lambda x: plan_elastic(LOADS, PLACEMENT, TOPOLOGY, x), (None, 3)),
+        ("value must be a number or None", figure, ("x", [1], 1j)),
+        ("use_bias must be True or False", lambda x: ModelShape(**{**vars(MODEL_SHAPES["dsv3"]), "use_bias": x}), (1,)),
+        ("num_layers must be", lambda x: ModelShape(**{**vars(MODEL_SHAPES["dsv3"]), "num_layers": x}), ("58", 0)),
+        ("connection must be a Connection", lambda x: check_format(x, Path("a")), (None, "a")),
+    ],
+)  # fmt: skip
+def test_objects(words: str, call: Callable[[Any], Any], bad: tuple[Any, ...]) -> None:
+    for each in bad:
+        refused(words, lambda each=each: call(each))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        load_placement,
+        read_logical_count,
+        StoreReader,
+        DumpReader,
+        open_source,
+        load_placement_set,
+        lambda path: open_sources([path]),
+        lambda path: save_placement(path, PLACEMENT),
+        lambda path: write_beside_and_rename(path, b""),
+        lambda path: update_placement_set(path, "", PLACEMENT),
+        lambda path: connect(path, read_only=True, timeout_s=1.0),
+    ],
+)
+def test_paths(call: Callable[[Any], Any]) -> None:
+    for bad in NOT_PATHS:
+        refused("path must be a path, found ", lambda bad=bad: call(bad))  # type: ignore[misc]
+
+
+def test_nothing_is_written_for_a_wrong_name(tmp_path: Path) -> None:
+    path = tmp_path / "placement.json"
+    for field, bad in (
+        ("model", None), ("model", b"x"), ("model", "\ud800"), ("phase", 3), ("epoch", "1"), ("epoch", -1),
+        ("version", 1.0), ("version", True), ("version", HUGE),
+    ):  # fmt: skip
+        refused(f"{field} must be", lambda: save_placement(path, PLACEMENT, **{field: bad}))  # noqa: B023
+    refused("data must be bytes, found 'text'", lambda: write_beside_and_rename(path, "text"))  # type: ignore[arg-type]
+    refused("paths must be a list of paths", lambda: open_sources(str(path)))
+    refused("key must be text", lambda: update_placement_set(path, 3, PLACEMENT))  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_store_reader(tmp_path: Path) -> None:
+    path = tmp_path / "run.db"
+    HistoryStore(path).close()
+    for bad in (None, "5", -1.0, float("nan"), float("inf"), True):
+        refused("timeout_s must be", lambda: StoreReader(path, timeout_s=bad))  # type: ignore[arg-type] # noqa: B023
+    with StoreReader(path) as reader:
+        calls: list[tuple[str, Callable[[Any], Any]]] = [
+            ("run", reader.job),
+            ("run", reader.rank_windows),
+            ("run", reader.rank_states),
+            ("run", reader.total_counts),
+            ("digest", lambda x: reader.row(x if x is not None else "x")),
+            ("last", lambda x: reader.events(last=x)),
+            ("start", lambda x: reader.windows(start="x" if isinstance(x, float) and x == x else x)),
+            ("end", lambda x: reader.windows(end="x" if isinstance(x, float) and x == x else x)),
+            (
+                "run",
+                lambda x: reader.recorded(
+                    run="" if x is None else x, start=0, end=None, rank=None, offset=0, limit=1
+                ),
+            ),
+        ]
+        for field, call in calls:
+            for bad_number in ("x", [1], object(), 1.5, True, float("nan"), 1j):
+                refused(f"{field} must be", lambda: call(bad_number))  # noqa: B023
+        for bad_name in (None, 3, [1]):
+            refused("name must be text", lambda: reader.setting(bad_name))  # type: ignore[arg-type] # noqa: B023
+            refused("newest_first must be True or False", lambda: reader.placements(newest_first=bad_name))  # type: ignore[arg-type] # noqa: B023
+        assert list(reader.windows(start=np.float64(0), end=float("inf"))) == []
+        assert list(reader.windows(start=0)) == list(reader.placements()) == list(reader.rank_windows()) == []
