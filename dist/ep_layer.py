@@ -76,7 +76,7 @@ class EpMoeLayer:
         self.experts = experts
         self.group = group
         self.tokens, self.exchange = tokens, exchange
-        self.shared_experts = shared_experts or []
+        self.shared_experts = list(shared_experts or ())
 
     def __call__(self, hidden: Tensor, routing: Routing) -> Tensor:
         """``hidden [T, H]`` -> ``[T, H]``, same dtype. All ranks of the group call it together.
@@ -84,6 +84,10 @@ class EpMoeLayer:
         Raises ValueError, before anything is sent, for hidden rows or a routing of another form.
         """
         _check_call(self.experts, hidden, routing)
+        for number, (gate_up, _) in enumerate(self.shared_experts):
+            form = ("2 I", int(hidden.shape[1]))
+            name = f"shared_experts[{number}] gate_up"
+            require_tensor(name, gate_up, form, dtypes=(hidden.dtype,), device=hidden.device)
         num_slots = self.experts.num_slots
         ids = routing.physical_ids.to(torch.int64)
         routed = (ids >= 0) & (ids < num_slots * self.ep_size)

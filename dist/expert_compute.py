@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from evenroute.dist.checks import require_parts
 from evenroute.routing.checks import BIAS_DTYPES, WEIGHT_DTYPES, require_device, require_tensor
 from evenroute.routing.values import describe, require_int
 
@@ -27,29 +28,65 @@ class ExpertCompute(Protocol):
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """``rows [M, K]`` times ``weights [G, N, K]`` of its group -> ``[M, N]``: torch's own, whatever it is called."""
+    """``rows [M, K]`` times ``weights [G, N, K]`` of its group -> ``[M, N]``: torch's own, whatever it is called.
+
+    ``ends [G] int32``. Raises ValueError for tensors of other shapes, dtypes or devices.
+    """
+    require_tensor("rows", rows, ("M", "K"), dtypes=WEIGHT_DTYPES)
+    shape = ("G", "N", int(rows.shape[1]))
+    require_tensor("weights", weights, shape, dtypes=(rows.dtype,), device=rows.device)
+    require_tensor("ends", ends, (int(weights.shape[0]),), dtypes=(torch.int32,), device=rows.device)
+    return _grouped_mm(rows, weights, ends)
+
+
+def _grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     function: Any = getattr(functional, "grouped_mm", None) or torch._grouped_mm
     product: Tensor = function(rows, weights.transpose(-2, -1), offs=ends)
     return product
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """``[M, 2 I]`` (gate, up) -> ``silu(gate) * up [M, I]``."""
+    """``[M, 2 I]`` (gate, up) -> ``silu(gate) * up [M, I]``; ValueError for another shape or no floats."""
+    require_tensor("gate_up", gate_up, ("M", "2 I"), dtypes=WEIGHT_DTYPES)
+    if gate_up.shape[1] % 2:
+        raise ValueError(f"gate_up must have shape [M, 2 I], found {list(gate_up.shape)}")
+    return _swiglu(gate_up)
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
 
 def expert_mlp(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """One expert: ``rows [M, H]``, ``gate_up [2 I, H]``, ``down [H, I]`` -> ``[M, H]``."""
-    return functional.linear(swiglu(functional.linear(rows, gate_up)), down)
+    """One expert: ``rows [M, H]``, ``gate_up [2 I, H]``, ``down [H, I]`` -> ``[M, H]``.
+
+    Raises ValueError for tensors of other shapes, dtypes or devices.
+    """
+    require_tensor("rows", rows, ("M", "H"), dtypes=WEIGHT_DTYPES)
+    width, dtypes, device = int(rows.shape[1]), (rows.dtype,), rows.device
+    require_tensor("gate_up", gate_up, ("2 I", width), dtypes=dtypes, device=device)
+    if gate_up.shape[0] % 2:
+        raise ValueError(f"gate_up must have shape [2 I, {width}], found {list(gate_up.shape)}")
+    require_tensor("down", down, (width, int(gate_up.shape[0]) // 2), dtypes=dtypes, device=device)
+    return _expert_mlp(rows, gate_up, down)
+
+
+def _expert_mlp(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return functional.linear(_swiglu(functional.linear(rows, gate_up)), down)
 
 
 def blocks(rows: Tensor) -> Iterator[tuple[Tensor, int]]:
     """Blocks of exactly `ROW_BLOCK` rows, the last one padded with zeros, and how many of them count.
 
     Products of one shape only: a row's bits do not depend on how many rows its expert happens to get, so that a switch
-    that only moves experts changes no output bit.
+    that only moves experts changes no output bit. Raises ValueError for what is no ``[M, H]`` of floats.
     """
+    require_tensor("rows", rows, ("M", "H"), dtypes=WEIGHT_DTYPES)
+    return _blocks(rows)
+
+
+def _blocks(rows: Tensor) -> Iterator[tuple[Tensor, int]]:
     for start in range(0, rows.shape[0], ROW_BLOCK):
         part = rows[start : start + ROW_BLOCK]
         count = int(part.shape[0])
@@ -81,8 +118,8 @@ class SwiGluExperts:
         """See `ExpertCompute`. ValueError for rows or ends of another shape, dtype or device."""
         _check_rows(self, rows, ends)
         if rows.is_cuda and rows.dtype == torch.bfloat16:
-            return grouped_mm(swiglu(grouped_mm(rows, self.gate_up, ends)), self.down, ends)
-        return loop_over_slots(self, rows, ends)
+            return _grouped_mm(_swiglu(_grouped_mm(rows, self.gate_up, ends)), self.down, ends)
+        return _loop_over_slots(self, rows, ends)
 
     def slot(self, slot: int) -> tuple[Tensor, Tensor]:
         """Weights of one slot; ValueError for one that is none."""
@@ -130,7 +167,7 @@ class BlockScaledExperts:
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
         """See `ExpertCompute`. ValueError for rows or ends of another shape, dtype or device."""
         _check_rows(self, rows, ends)
-        return loop_over_slots(self, rows, ends)
+        return _loop_over_slots(self, rows, ends)
 
     def slot(self, slot: int) -> tuple[Tensor, Tensor]:
         """Weights of one slot, dequantised; ValueError for one that is none."""
@@ -154,13 +191,23 @@ class _Slots(Protocol):
 
 
 def loop_over_slots(experts: _Slots, rows: Tensor, ends: Tensor) -> Tensor:
-    """The plain loop; reads ``ends`` on the host. Rows of padding come out as zeros."""
+    """The plain loop; reads ``ends`` on the host. Rows of padding come out as zeros.
+
+    ``experts.slot(slot)`` gives (gate_up, down). Raises ValueError for rows or ends of another shape or dtype.
+    """
+    require_parts("experts", experts, "SwiGluExperts", ("slot",))
+    require_tensor("rows", rows, ("M", "H"), dtypes=WEIGHT_DTYPES)
+    require_tensor("ends", ends, ("slots",), dtypes=(torch.int32,))
+    return _loop_over_slots(experts, rows, ends)
+
+
+def _loop_over_slots(experts: _Slots, rows: Tensor, ends: Tensor) -> Tensor:
     out = torch.zeros_like(rows)
     start = 0
     for slot, end in enumerate(ends.tolist()):
         if end > start:
             gate_up, down = experts.slot(slot)
-            parts = [expert_mlp(part, gate_up, down)[:count] for part, count in blocks(rows[start:end])]
+            parts = [_expert_mlp(part, gate_up, down)[:count] for part, count in _blocks(rows[start:end])]
             out[start:end] = torch.cat(parts).to(out.dtype)
         start = end
     return out

@@ -50,6 +50,7 @@ from evenroute.dist.rebalancer_core import RebalancerConfig as CoreConfig
 from evenroute.dist.rebalancer_status import StatusBuilder
 from evenroute.dist.recording import Recorder
 from evenroute.eplb.store import RankState, StaleEpochError, StoreError
+from evenroute.routing.values import require_bool, require_instance
 
 __all__ = ["Rebalancer", "run_rebalancer"]
 
@@ -438,6 +439,8 @@ def run_rebalancer(config: RebalancerConfig, *, take_over: bool = False) -> int:
 
     Raises ValueError or OSError in one line when it cannot start (settings, lock, address, store).
     """
+    require_instance("config", config, RebalancerConfig)
+    require_bool("take_over", take_over)
     warnings = config.check()
     set_up_logging(config.rebalancer.log_level)
     for warning in warnings:

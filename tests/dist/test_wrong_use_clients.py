@@ -25,6 +25,7 @@ from evenroute.dist.control import RecordRead, RecordStart, Status, StatusReques
 from evenroute.dist.keys import ClientKeys, ServerKeys, generate_keys, load_client_keys, load_server_keys
 from evenroute.dist.link import DealerLink
 from evenroute.dist.metrics import MetricsServer, StatusCollector, counter_values, gauge_values
+from evenroute.dist.rebalancer import run_rebalancer
 from support.dist_wrong_use import refused
 
 NOBODY = "ipc:///tmp/nobody.sock"
@@ -190,6 +191,14 @@ def test_files_of_settings(bad: Any) -> None:
 )  # fmt: skip
 def test_settings(call: Any, words: str) -> None:
     refused(words, call)
+
+
+def test_the_rebalancer_takes_its_settings() -> None:
+    for bad in (None, "x", {}, load_config):
+        refused("config must be a RebalancerConfig, found", lambda b=bad: run_rebalancer(b))
+    refused(
+        "take_over must be True or False, found 1", lambda: run_rebalancer(load_config(None), take_over=1)
+    )  # type: ignore[arg-type]
 
 
 # -------------------------------------------------------------------------------------------- metrics

@@ -15,7 +15,15 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from evenroute.dist.ep_layer import EpMoeLayer, moe_reference
-from evenroute.dist.expert_compute import BlockScaledExperts, SwiGluExperts
+from evenroute.dist.expert_compute import (
+    BlockScaledExperts,
+    SwiGluExperts,
+    blocks,
+    expert_mlp,
+    grouped_mm,
+    loop_over_slots,
+    swiglu,
+)
 from evenroute.dist.migration import MigrationConfig, WeightMover
 from evenroute.dist.migration_config import agree_on_numbers
 from evenroute.dist.mover import TablesOnly
@@ -253,7 +261,10 @@ def test_buffers_take_numbers(bad: Any) -> None:
 
 # ------------------------------------------------------------------------------------------ EP layer
 
+ENDS = torch.tensor([1, 1, 2, 2], dtype=torch.int32)
+
 GATE_UP, DOWN = floats(E, 2 * I, H), floats(E, H, I)
+EXPERTS = SwiGluExperts(GATE_UP, DOWN)
 
 
 @dataclass
@@ -317,6 +328,42 @@ def test_calls_of_experts(experts: Any) -> None:
         refused(words, lambda m=mine, i=its: experts(m, i))
     for bad in (*NOT_WHOLE, -1, E):
         refused("slot must be", lambda b=bad: experts.slot(b))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        *((lambda b=bad: swiglu(b), "gate_up must be a torch.Tensor, found") for bad in NOT_TENSORS),
+        (lambda: swiglu(floats(2, 5)), "gate_up must have shape [M, 2 I], found [2, 5]"),
+        *((lambda b=bad: blocks(b), "rows must be a torch.Tensor, found") for bad in NOT_TENSORS),
+        (lambda: blocks(floats(2, 2, 2)), "rows must have shape [M, H], found [2, 2, 2]"),
+        (lambda: expert_mlp(floats(2, H), GATE_UP[0], None), "down must be a torch.Tensor, found None"),
+        (lambda: expert_mlp(floats(2, H), floats(5, H), DOWN[0]), "gate_up must have shape [2 I, 4], found [5, 4]"),
+        (lambda: expert_mlp(floats(2, H).half(), GATE_UP[0], DOWN[0]), "gate_up must be float16, found torch.float32"),
+        (lambda: expert_mlp(floats(2, 5), GATE_UP[0], DOWN[0]), "gate_up must have shape [2 I, 5], found [6, 4]"),
+        (lambda: grouped_mm(floats(2, H), DOWN, ENDS), "weights must have shape [G, N, 4], found [4, 4, 3]"),
+        (lambda: grouped_mm(floats(2, H), GATE_UP, ENDS.long()), "ends must be int32, found torch.int64"),
+        (lambda: loop_over_slots(None, floats(2, H), ENDS), "experts must be a SwiGluExperts, found None without slot"),
+        (lambda: loop_over_slots(EXPERTS, [1.0], ENDS), "rows must be a torch.Tensor, found a list"),
+        (lambda: loop_over_slots(EXPERTS, floats(2, H), 2), "ends must be a torch.Tensor, found 2"),
+    ],
+)  # fmt: skip
+def test_functions_of_experts(call: Any, words: str) -> None:
+    refused(words, call)
+
+
+def test_shared_experts_fit_the_rows(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_dist, "all_to_all_single", lambda *_, **__: pytest.fail("something was sent"))
+    routing = Routing(floats(3, 2), torch.zeros(3, 2, dtype=torch.int32))
+    for shared, words in (
+        ((floats(6, 5), floats(5, 3)), "shared_experts[0] gate_up must have shape [2 I, 4], found [6, 5]"),
+        (
+            (floats(6, H).half(), floats(H, 3).half()),
+            "shared_experts[0] gate_up must be float32, found torch.float16",
+        ),
+    ):
+        layer = EpMoeLayer(SwiGluExperts(GATE_UP, DOWN), group=group, shared_experts=[shared])
+        refused(words, lambda mine=layer: mine(floats(3, H), routing))
 
 
 @pytest.mark.parametrize(
