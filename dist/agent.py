@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -139,7 +140,7 @@ class RankAgent:
             on_switch=self._thread.wake,  # the status of the change goes out at once
         )
         self._step = 0
-        self._closed = False
+        self._closed: bool | None = None  # what `close` told
 
     # ---------------------------------------------------------------------------------------- start
 
@@ -205,7 +206,7 @@ class RankAgent:
         # The usual case costs a few tests.
         if type(num_tokens) is not int or not 0 <= num_tokens <= MAX_STEP_TOKENS or type(count) is not bool:
             check_step(num_tokens, count)
-        if self._closed:
+        if self._closed is not None:
             raise RuntimeError("RankAgent.step: the agent is closed")
         step = self._step
         switched: tuple[int, ...] = ()
@@ -286,8 +287,8 @@ class RankAgent:
 
     def unsent(self) -> Unsent:
         """Counts not known to be stored."""
-        tokens, steps = self._thread.partial()
         with self._lock:
+            tokens, steps = self._thread.waiting()
             unsent = self._core.unsent()
         if steps is None:
             return unsent
@@ -303,15 +304,14 @@ class RankAgent:
         """
         if limit_s is not None:
             require_seconds("limit_s", limit_s)
-        if self._closed:
-            return True
-        self._closed = True
+        if self._closed is not None:
+            return self._closed
+        self._closed = False
         if self._tap.open:
             self._tap.finish()
         limit_s = self.config.close_limit_s if limit_s is None else limit_s
-        self._takes.finish(self._step)
         if self.config.rebalancer:
-            done = self._thread.close(limit_s)
+            done = self._close_stream(limit_s)
         else:
             self._thread.close(0.0)
             done = True
@@ -329,7 +329,20 @@ class RankAgent:
             logger.warning(
                 "rank %d: the last vote is still under way; its thread ends with the process", self.rank
             )
+        self._closed = done
         return done
+
+    def _close_stream(self, limit_s: float) -> bool:
+        deadline = time.monotonic() + limit_s
+        taken = self._takes.finish(self._step, limit_s)
+        if not taken:
+            logger.warning(
+                "rank %d: the counts of steps %d..%d stay on the device: its copies are three takes behind",
+                self.rank,
+                self._takes.first_step,
+                self._step - 1,
+            )
+        return self._thread.close(max(0.0, deadline - time.monotonic())) and taken
 
     def __enter__(self) -> RankAgent:
         return self

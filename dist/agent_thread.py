@@ -140,10 +140,12 @@ class AgentThread:
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         while self._takes:
-            self._add_take(self._takes.popleft())
+            self._add_take(self._takes[0])
         if self._partial_ends:
             self._partial_ends = False
-            self._end_partial()
+            with self.lock:
+                out = self._end_partial()
+            self._send(out)
         if self._link is None:
             with self.lock:
                 self.core.tick(time.monotonic())  # nobody hears it, but its clock goes on
@@ -174,18 +176,32 @@ class AgentThread:
             link.reconnect()
 
     def _add_take(self, take: Take) -> None:
+        """The take stays in the queue until its counts are part of the window or the stream, then leaves it under the
+        lock: whoever asks what is unsent neither misses it nor finds it twice."""
+        out: Iterable[Up] = ()
+        added = False
         try:
             take.buffer.wait()
             if take.session is not None:
                 take.session.counts(take.first_step, take.last_step, take.tokens, take.buffer.counts)
-            if self._partial is not None or not take.ends_window:
-                self._add_partial(take)
-            else:
-                self._add_counts(take.first_step, take.last_step, take.tokens, take.buffer.counts)
+            with self.lock:
+                added = True
+                self._takes.popleft()
+                out = self._add_counts(take)
         finally:
+            if not added:
+                self._takes.popleft()
             take.release(take.buffer)
-        if take.ends_window:
-            self._end_partial()
+        self._send(out)
+
+    def _add_counts(self, take: Take) -> Iterable[Up]:
+        """Under the lock."""
+        if self._partial is None and take.ends_window:
+            return self.core.add_counts(
+                take.first_step, take.last_step, take.tokens, take.buffer.counts, time.monotonic()
+            )
+        self._add_partial(take)
+        return self._end_partial() if take.ends_window else ()
 
     def _add_partial(self, take: Take) -> None:
         found = self._partial
@@ -195,18 +211,16 @@ class AgentThread:
             return
         found.counts += take.buffer.counts
         found.last_step = take.last_step
-        found.tokens += take.tokens  # last: what `partial_tokens` tells is counted
+        found.tokens += take.tokens
 
-    def _end_partial(self) -> None:
-        found = self._partial
-        if found is not None:
-            self._add_counts(found.first_step, found.last_step, found.tokens, found.counts)
-            self._partial = None
-
-    def _add_counts(self, first_step: int, last_step: int, tokens: int, counts: NDArray[np.int64]) -> None:
-        with self.lock:
-            out = self.core.add_counts(first_step, last_step, tokens, counts, time.monotonic())
-        self._send(out)
+    def _end_partial(self) -> Iterable[Up]:
+        """Under the lock."""
+        found, self._partial = self._partial, None
+        if found is None:
+            return ()
+        return self.core.add_counts(
+            found.first_step, found.last_step, found.tokens, found.counts, time.monotonic()
+        )
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
@@ -232,17 +246,22 @@ class AgentThread:
 
     # ---------------------------------------------------------------------------------------- close
 
-    def partial(self) -> tuple[int, tuple[int, int] | None]:
-        """Tokens and steps of a window that is taken pass by pass and not handed to the stream yet."""
-        found = self._partial
-        return (0, None) if found is None else (found.tokens, (found.first_step, found.last_step))
+    def waiting(self) -> tuple[int, tuple[int, int] | None]:
+        """Tokens and steps of what was taken and is not handed to the stream yet; under the lock."""
+        parts: list[Take | _Partial] = list(self._takes)
+        if self._partial is not None:
+            parts.append(self._partial)
+        if not parts:
+            return 0, None
+        steps = min(part.first_step for part in parts), max(part.last_step for part in parts)
+        return sum(part.tokens for part in parts), steps
 
     def drained(self) -> bool:
         """Whether everything counted is known to be stored."""
         with self.lock:
             unsent = self.core.unsent()
-        empty = not self._takes and self._partial is None
-        return empty and unsent.in_flight_steps is None and unsent.open_steps is None
+            _, steps = self.waiting()
+        return steps is None and unsent.in_flight_steps is None and unsent.open_steps is None
 
     def close(self, limit_s: float) -> bool:
         """Wait up to `limit_s` for what is unsent, then stop and close the socket; False if something is unsent."""
@@ -259,5 +278,9 @@ class AgentThread:
         if not self._thread.is_alive():
             if self._link is not None:
                 self._link.close(linger_ms=100)
-            os.close(self._wake)
+            wake, self._wake = (
+                self._wake,
+                -1,
+            )  # whoever wakes this thread later must not write into another's file
+            os.close(wake)
         return done

@@ -94,10 +94,14 @@ class CountTaker:
         if self.counting:
             self._tokens += num_tokens
 
-    def finish(self, step: int) -> None:
-        """Take what was counted before `step`, the job's end, if there is a buffer for it."""
+    def finish(self, step: int, limit_s: float) -> bool:
+        """Take what was counted before `step`, the job's end; False if no buffer was free within `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while step > self.first_step and not self._free and time.monotonic() < deadline:
+            time.sleep(0.0005)
         if step > self.first_step and self._free:
             self._take(step, count=True)
+        return step <= self.first_step or not (self.counting and self._reports)
 
     def record_with(self, session: PassSession, step: int) -> bool:
         """Make each take from `step` on a pass of `session`; True if that begins just now.

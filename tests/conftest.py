@@ -10,7 +10,8 @@ os.environ.setdefault(
 )  # two cores, several processes: threads only get in each other's way
 
 # Triton reads this at its first import, wherever that happens: without a GPU its kernels are interpreted.
-if not Path("/dev/nvidia0").exists():
+HAS_GPU = Path("/dev/nvidia0").exists()
+if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
@@ -19,6 +20,14 @@ from hypothesis import HealthCheck, settings
 # How long a case takes is the machine's load and first-use compilation, not a property.
 settings.register_profile("evenroute", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("evenroute")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Suites for a GPU are sized for one: interpreted they would take hours."""
+    for item in items:
+        if not HAS_GPU and (item.get_closest_marker("gpu") or item.get_closest_marker("multigpu")):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

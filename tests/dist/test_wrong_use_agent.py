@@ -286,3 +286,16 @@ def test_new_cpu_group_takes(group: Any, bad: Any) -> None:
     refused("like must be a process group, found", lambda: new_cpu_group(bad, limit_s=5.0))
     if not isinstance(bad, float) or math.isnan(bad):
         refused("limit_s must be", lambda: new_cpu_group(group, limit_s=bad))
+
+
+def test_a_second_close_tells_what_the_first_did(group: Any) -> None:
+    """Counts that no rebalancer took are not stored because one asks twice."""
+    config = AgentConfig(
+        rebalancer="tcp://127.0.0.1:1", start_limit_s=0.2, close_limit_s=0.2, window_steps=1, agree_every=1
+    )
+    agent = RankAgent.start(**arguments(group, config=config))
+    for _ in range(3):
+        agent.step(5)
+    assert agent.close() is False
+    assert agent.close() is False
+    assert agent.unsent().open_tokens + agent.unsent().in_flight_tokens == 15

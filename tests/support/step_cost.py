@@ -39,6 +39,7 @@ def main():
     placement = Placement.initial(L, E, P, Topology(ep_size))
     tables = DispatchTables(placement, ep_rank=rank, device="cpu")
     counters = ExpertCounters(L, E, device="cpu")
+    counters.enable_tickets()  # as every router of the exact deal, which is the default
     agent = RankAgent.start(
         AgentConfig(**options["agent"]), placement=placement, tables=tables, counters=counters, ep_group=group
     )
