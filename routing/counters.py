@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sys import byteorder
+from collections.abc import Callable
+from weakref import ref
 
 import numpy as np
 import torch
@@ -26,6 +27,10 @@ MAX_COPIES = 1 << 10
 TICKET_BITS = 32  # a ticket word holds count << 32 | ticket: one atomic serves both
 
 
+def _none() -> None:
+    return None
+
+
 def count_copies(num_logical_experts: int) -> int:
     """Copies of a layer's counts on a GPU: 16 to 64, a power of two, `GPU_COUNT_WORDS` in all where that suffices."""
     needed = -(-GPU_COUNT_WORDS // num_logical_experts)
@@ -37,7 +42,7 @@ class ExpertCounters:
 
     On CUDA the counts exist in several copies so that atomics do not collide. The exact deal's ticket words hold a
     ticket in their low half (it survives `take`) and a count in their high half (`take` reads and clears it); they
-    are allocated when the first router with exact tickets asks for them.
+    are allocated when the first router with exact tickets asks for them. The reference keeps counts and tickets apart.
 
     Raises:
         ValueError: a number is out of range or no integer, or there is no such device.
@@ -72,6 +77,7 @@ class ExpertCounters:
         self.ticket_stride = TICKET_STRIDE if on_gpu else 1
         dtype = torch.int32 if on_gpu else torch.int64
         self.tickets: Tensor | None = None
+        self._last_out: Callable[[], Tensor | None] = _none  # checked already: this is on the forward thread
         with torch.inference_mode(False):  # made under it, they could not be updated outside
             self.counts = torch.zeros(
                 (num_layers, self.copies, num_logical_experts), dtype=dtype, device=self.device
@@ -97,9 +103,10 @@ class ExpertCounters:
         Raises:
             ValueError: ``out`` is no tensor, has another shape or dtype, or no memory of its own.
         """
-        if out is not None:
+        if out is not None and out is not self._last_out():
             require_tensor("out", out, tuple(self._total.shape), dtypes=(torch.int64,))
             self._require_own_memory(out)
+            self._last_out = ref(out)
         if self.device.type == "cuda":
             self._take_on_device()
         elif out is not None and out.device.type == "cpu":
@@ -133,15 +140,13 @@ class ExpertCounters:
         counts.fill(0)
         if self.tickets is None:
             return
-        halves = self.tickets.numpy().view(np.uint32)[..., :2]
-        tickets, counted = (
-            (halves[..., 0], halves[..., 1]) if byteorder == "little" else (halves[..., 1], halves[..., 0])
-        )
-        for copy in range(self.ticket_copies):
-            out += counted[:, copy]
-        counted[...] = 0
-        if int(tickets.max()) >= TICKET_PERIOD:
-            tickets[tickets >= TICKET_PERIOD] -= TICKET_PERIOD
+        words = self.tickets.numpy()
+        if int(words.max()) < TICKET_PERIOD:
+            return  # as after the reference, which counts apart: one look at every word
+        counted = words[..., 0] >> TICKET_BITS
+        out += counted.sum(axis=1)
+        tickets = words[..., 0] - (counted << TICKET_BITS)
+        words[..., 0] = np.where(tickets >= TICKET_PERIOD, tickets - TICKET_PERIOD, tickets)
 
     def _take_on_device(self) -> None:
         from evenroute.routing._take_kernel import take_kernel

@@ -71,10 +71,10 @@ def hash_rows(rows: Tensor, experts: Tensor, salt: int) -> Tensor:
     return x ^ (x >> 16)
 
 
-def deal_tickets(ids: Tensor, valid: Tensor, tickets: Tensor, count: bool) -> Tensor:
+def deal_tickets(ids: Tensor, valid: Tensor, tickets: Tensor) -> Tensor:
     """Tickets of `ids [T, K]` in row order, and their words advanced.
 
-    tickets [E] int64 (count << 32 | ticket), updated in place; entries with `valid` false take none.
+    tickets [E] int64, words of the counters, updated in place in their low half; entries with `valid` false take none.
     """
     flat = torch.where(valid, ids, tickets.numel()).reshape(-1)
     order = torch.sort(flat, stable=True).indices
@@ -84,7 +84,7 @@ def deal_tickets(ids: Tensor, valid: Tensor, tickets: Tensor, count: bool) -> Te
     place[order] = torch.arange(flat.numel(), device=flat.device) - start[flat[order]]
     now = (tickets & 0xFFFFFFFF)[flat.clamp(max=tickets.numel() - 1)] + place
     amount = amount[: tickets.numel()]
-    tickets += amount * ((1 << 32) + 1) if count else amount
+    tickets += amount
     return now.reshape(ids.shape)
 
 

@@ -26,7 +26,7 @@ from evenroute.routing.reference import (
 
 @torch.no_grad()
 def route_reference(form: RouteForm, call: RouteCall, out: RoutingOutput) -> RoutingOutput:
-    """Route one batch into `out`; counts and tickets are updated as the kernel does."""
+    """Route one batch into `out`; counts and tickets go on as the kernel's do, but counts are never kept in tickets."""
     config = form.config
     ids, weights = choose(form, call)
     weights = finish_weights(weights, config)
@@ -38,7 +38,7 @@ def route_reference(form: RouteForm, call: RouteCall, out: RoutingOutput) -> Rou
         valid = valid & (rows < call.num_valid_tokens.reshape(()))[:, None]
     safe = torch.where(valid, ids, 0)
     slots = dispatch_slots(form, call, safe, valid)
-    if call.count and form.form != "exact":
+    if call.count:
         counted = torch.bincount(ids[valid], minlength=config.num_experts)
         form.counters.counts[call.layer, 0] += counted
     _store(form, call, out, safe, slots, weights, valid)
@@ -73,7 +73,7 @@ def dispatch_slots(form: RouteForm, call: RouteCall, safe: Tensor, valid: Tensor
     if form.form == "exact":
         assert form.counters.tickets is not None
         words = form.counters.tickets[layer, 0, :, 0]
-        tickets = deal_tickets(safe, valid, words, call.count)
+        tickets = deal_tickets(safe, valid, words)
         replica = pick_by_ticket(tables, layer, safe, tickets, form.weighted)
     else:
         rows = torch.arange(call.num_tokens, device=safe.device) + call.row_offset

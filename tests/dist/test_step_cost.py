@@ -63,6 +63,11 @@ def slow(rebalancer):
         time.sleep(0.2)
 
 
+def allowed_p99(figure):
+    """Ten times the bare copy's median; where the host stalls that too, half as much again as its p99."""
+    return max(10 * figure["copy_median_us"], 1.5 * figure["copy_p99_us"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("during", [None, stopped, slow, gone], ids=["there", "stopped", "slow", "gone"])
 def test_a_step_costs_at_most_twice_a_bare_copy_and_zero(tmp_path, during):
@@ -74,4 +79,4 @@ def test_a_step_costs_at_most_twice_a_bare_copy_and_zero(tmp_path, during):
     busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
     assert min(f["median_ratio"] for f in figures) <= 2.0, figures
     if not busy:  # with others on the cores, the tail is theirs
-        assert min(f["p99_ratio"] for f in figures) <= 10.0, figures
+        assert any(f["step_p99_us"] <= allowed_p99(f) for f in figures), figures
