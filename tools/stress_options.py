@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -138,28 +138,29 @@ def _shape(args: argparse.Namespace) -> ModelShape:
     def pick(flag: int | None, default: int) -> int:
         return default if flag is None else flag
 
+    layers = pick(args.layers, base.num_layers)
     experts = pick(args.num_experts, base.num_logical_experts)
+    top_k = pick(args.top_k, base.top_k)
+    groups = pick(args.num_groups, base.num_groups)
+    kept = pick(args.topk_group, base.topk_group)
     default_redundant = base.num_redundant_experts if experts == base.num_logical_experts else 0
-    shape = ModelShape(
-        name=base.name,
-        num_layers=pick(args.layers, base.num_layers),
+    redundant = pick(args.num_redundant_experts, default_redundant)
+    _within("layers", layers, 1, 4096)
+    _within("num-experts", experts, 1, 2048)
+    _within("top-k", top_k, 1, 32)
+    _within("num-groups", groups, 1, experts)
+    _within("topk-group", kept, 1, groups)
+    _within("num-redundant-experts", redundant, 0, 1 << 20)
+    shape = replace(
+        base,
+        num_layers=layers,
         num_logical_experts=experts,
-        top_k=pick(args.top_k, base.top_k),
-        num_groups=pick(args.num_groups, base.num_groups),
-        topk_group=pick(args.topk_group, base.topk_group),
-        scoring=base.scoring,
-        use_bias=base.use_bias,
-        renormalize=base.renormalize,
-        routed_scaling_factor=base.routed_scaling_factor,
+        top_k=top_k,
+        num_groups=groups,
+        topk_group=kept,
         num_shared_experts=0,
-        hidden_size=base.hidden_size,
-        moe_intermediate_size=base.moe_intermediate_size,
-        num_redundant_experts=pick(args.num_redundant_experts, default_redundant),
+        num_redundant_experts=redundant,
     )
-    _within("layers", shape.num_layers, 1, 4096)
-    _within("num-experts", shape.num_logical_experts, 1, 2048)
-    _within("top-k", shape.top_k, 1, 32)
-    _within("num-redundant-experts", shape.num_redundant_experts, 0, 1 << 20)
     check_groups(shape)
     return shape
 
@@ -261,6 +262,7 @@ def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
         ("agree-every", args.agree_every, 1, 10**6),
         ("step-delay", args.step_delay, 0, 3600),
         ("seed", args.seed, 0, 2**32),
+        ("num-nodes", args.num_nodes, 1, ep_size),
     ):
         _within(name, value, least, most)
     topology = Topology(ep_size, args.num_nodes)
