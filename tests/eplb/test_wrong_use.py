@@ -44,6 +44,7 @@ from evenroute.eplb.store import HistoryStore
 from evenroute.eplb.store_reader import StoreReader, check_format, connect
 from evenroute.eplb.topology import Topology
 from evenroute.eplb.windows import combine_windows, tokens_needed, validate_windows
+from support.refusals import refused
 
 L, E, P, R = 2, 8, 12, 4
 LOADS = np.arange(1.0, L * E + 1).reshape(L, E)
@@ -72,18 +73,6 @@ NOT_LOADS = [
     (np.array([[1j] * E], dtype=object), "complex"),
 ]
 NO_PLACEMENTS = (np.zeros((L, P), np.int32), "placement", 3, [], ROW)
-
-
-def refused(words: str, call: Call) -> None:
-    """`call()` raises exactly a ValueError, in one line that holds each of the words (split at ` | `)."""
-    with pytest.raises(ValueError) as caught:
-        call()
-    text = str(caught.value)
-    assert type(caught.value) is ValueError
-    assert "\n" not in text
-    assert len(text) < 400
-    missing = [word for word in words.split(" | ") if word not in text]
-    assert not missing, text
 
 
 def plan(loads: Any = LOADS, **change: Any) -> Any:

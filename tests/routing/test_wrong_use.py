@@ -18,6 +18,7 @@ from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router
 from evenroute.routing.tables import DispatchTables
 from support.interpreted import BACKEND, DEVICE
+from support.refusals import refused
 from support.wrong_use import (
     CALLS,
     CONFIG,
@@ -30,7 +31,6 @@ from support.wrong_use import (
     floats,
     ints,
     placement,
-    refused,
     router,
     tables,
 )

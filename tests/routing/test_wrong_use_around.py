@@ -36,7 +36,8 @@ from evenroute.routing.router import Router
 from evenroute.routing.simulated import LogitSource
 from evenroute.routing.tables import DispatchTables
 from support.interpreted import BACKEND, DEVICE
-from support.wrong_use import CALLS, CONFIG, ELSEWHERE, E, K, L, R, floats, ints, refused, router
+from support.refusals import refused
+from support.wrong_use import CALLS, CONFIG, ELSEWHERE, E, K, L, R, floats, ints, router
 
 # ------------------------------------------------------------------------------ formats and alignment
 

@@ -15,7 +15,7 @@ from evenroute.eplb.placement import Placement
 from evenroute.eplb.topology import Topology
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.tables import DispatchTables
-from support.wrong_use import refused
+from support.refusals import refused
 
 __all__ = ["E", "H", "I", "L", "P", "arguments", "one_rank", "placement", "refused"]
 

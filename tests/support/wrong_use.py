@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from evenroute.eplb.placement import Placement
@@ -38,18 +37,6 @@ def floats(*shape: int, **options: Any) -> torch.Tensor:
 
 def ints(*shape: int, dtype: torch.dtype = torch.int32, device: str = DEVICE) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def refused(words: str, call: Any) -> None:
-    """`call()` raises exactly a ValueError, in one line that holds each of the words (split at ` | `)."""
-    with pytest.raises(ValueError) as caught:
-        call()
-    text = str(caught.value)
-    assert type(caught.value) is ValueError
-    assert "\n" not in text
-    assert len(text) < 400
-    missing = [word for word in words.split(" | ") if word not in text]
-    assert not missing, text
 
 
 # (a good call, what is changed, words of the message)
