@@ -1,7 +1,7 @@
 """Numba compilation with an on-disk cache that notices edits in any kernel file.
 
 Numba's own cache looks at the one file that holds a function; an edited helper in another file goes unseen.
-So the cache folder's name carries a hash of all kernel sources (files that start with an underscore).
+So the cache folder's name carries a hash of all sources that define kernels.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from typing import Any
 import numba
 import numpy as np
 
+KERNEL_PACKAGES = ("eplb", "routing")
+
 
 @cache
 def sources_hash() -> str:
-    """16 hex digits over the kernel files of this folder and the versions of numba and numpy."""
+    """16 hex digits over all files that define kernels, at any depth, and the versions of numba and numpy."""
     digest = hashlib.blake2b(digest_size=8)
-    folder = Path(__file__).parent
-    for path in [*sorted(folder.glob("_[!_]*.py")), Path(__file__)]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    root = Path(__file__).parents[1]
+    for path in sorted(path for package in KERNEL_PACKAGES for path in (root / package).rglob("*.py")):
+        source = path.read_bytes()
+        if b"\n@kernel\n" in source or path == Path(__file__):
+            digest.update(str(path.relative_to(root)).encode() + b"\0" + source + b"\0")
     digest.update(f"{numba.__version__} {np.__version__}".encode())
     return digest.hexdigest()
 
