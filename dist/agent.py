@@ -28,7 +28,6 @@ from evenroute.dist.agent_checks import MAX_STEP_TOKENS, check_start, check_step
 from evenroute.dist.agent_start import agree_on_start, connect, job_shape
 from evenroute.dist.agent_thread import AgentThread
 from evenroute.dist.agreement import Key
-from evenroute.dist.checks import require_seconds
 from evenroute.dist.config import AgentConfig
 from evenroute.dist.count_taker import Counters, CountTaker
 from evenroute.dist.job_start import StartedJob
@@ -44,6 +43,7 @@ from evenroute.dist.stream_core import Unsent
 from evenroute.dist.switch_driver import SwitchDriver
 from evenroute.dist.votes import VoteError, VoteThread
 from evenroute.eplb.placement import Placement
+from evenroute.eplb.values import require_seconds
 
 __all__ = ["AgentConfig", "RankAgent", "StepResult", "VoteError"]
 

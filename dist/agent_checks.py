@@ -6,12 +6,18 @@ from typing import Any
 
 import torch
 
-from evenroute.dist.checks import require_at_least, require_parts
 from evenroute.dist.config import AgentConfig
 from evenroute.dist.pass_files import check_folder
 from evenroute.dist.process_groups import require_group
 from evenroute.eplb.placement import Placement
-from evenroute.routing.values import describe, require_bool, require_instance, require_int
+from evenroute.eplb.values import (
+    describe,
+    require_at_least,
+    require_bool,
+    require_instance,
+    require_int,
+    require_parts,
+)
 
 MAX_STEP_TOKENS = (1 << 31) - 1  # rows of one step on one rank
 _TABLES = ("update_layer", "load", "prepare")

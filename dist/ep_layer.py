@@ -12,11 +12,10 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from evenroute.dist.checks import require_at_least
 from evenroute.dist.expert_compute import ExpertCompute, expert_mlp
 from evenroute.dist.process_groups import require_group
+from evenroute.eplb.values import describe, require_at_least, require_bool, require_choice, require_number
 from evenroute.routing.checks import ID_DTYPES, WEIGHT_DTYPES, require_tensor
-from evenroute.routing.values import describe, require_bool, require_choice, require_number
 
 EXCHANGES = ("exact", "padded")
 TOKEN_MODES = ("own", "shared")

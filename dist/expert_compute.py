@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from evenroute.dist.checks import require_parts
+from evenroute.eplb.values import describe, require_int, require_parts
 from evenroute.routing.checks import BIAS_DTYPES, WEIGHT_DTYPES, require_device, require_tensor
-from evenroute.routing.values import describe, require_int
 
 ROW_BLOCK = 16  # rows that the loop multiplies at once
 

@@ -15,9 +15,8 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from evenroute.dist.checks import require_path, shown
 from evenroute.eplb.regular_files import read_input_text
-from evenroute.routing.values import describe, require_choice
+from evenroute.eplb.values import describe, require_choice, require_path, shown
 
 ROLES = ("rank", "operator", "viewer")
 KNOWN_KEYS = "known_keys.toml"

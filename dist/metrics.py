@@ -14,9 +14,14 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from evenroute.dist.checks import require_callable, require_seconds, require_text
 from evenroute.dist.control import Status
-from evenroute.routing.values import require_instance, require_int
+from evenroute.eplb.values import (
+    require_callable,
+    require_instance,
+    require_int,
+    require_seconds,
+    require_text,
+)
 
 PREFIX: Final = "evenroute_"
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch.distributed as torch_dist
 from numpy.typing import NDArray
 
-from evenroute.dist.checks import require_callable, require_parts
 from evenroute.dist.chunk_runner import ChunkRecord, ChunkRunner
 from evenroute.dist.exchange import MigrationError
 from evenroute.dist.migration_config import MigrationConfig, agree_on_numbers
@@ -29,7 +28,7 @@ from evenroute.dist.transfer import Chunk, most_peers
 from evenroute.dist.verify import ChecksumTest, ExpectedChecksums
 from evenroute.dist.weights import LOADER_CALL, ExpertWeights, Loader
 from evenroute.eplb.placement import Placement, PlacementRow
-from evenroute.routing.values import require_instance, require_int
+from evenroute.eplb.values import require_callable, require_instance, require_int, require_parts
 
 __all__ = ["MigrationConfig", "MigrationError", "WeightMover"]
 

@@ -9,12 +9,19 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 
-from evenroute.dist.checks import require_at_least, require_seconds
 from evenroute.dist.process_groups import require_group
 from evenroute.dist.weights import ALIGN
 from evenroute.eplb.placement import row_digest
+from evenroute.eplb.values import (
+    describe,
+    require_at_least,
+    require_bool,
+    require_instance,
+    require_int,
+    require_number,
+    require_seconds,
+)
 from evenroute.routing.checks import require_device
-from evenroute.routing.values import describe, require_bool, require_instance, require_int, require_number
 
 
 @dataclass(frozen=True)

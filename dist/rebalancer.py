@@ -50,7 +50,7 @@ from evenroute.dist.rebalancer_core import RebalancerConfig as CoreConfig
 from evenroute.dist.rebalancer_status import StatusBuilder
 from evenroute.dist.recording import Recorder
 from evenroute.eplb.store import RankState, StaleEpochError, StoreError
-from evenroute.routing.values import require_bool, require_instance
+from evenroute.eplb.values import require_bool, require_instance
 
 __all__ = ["Rebalancer", "run_rebalancer"]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evenroute.dist.checks import require_at_least
 from evenroute.dist.weights import ExpertWeights, LayerWeights, align_up
-from evenroute.routing.values import require_instance
+from evenroute.eplb.values import require_at_least, require_instance
 
 
 def layer_bytes(weights: LayerWeights, num_local_slots: int) -> int:

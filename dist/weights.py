@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.dist.checks import require_callable
+from evenroute.eplb.values import describe, require_callable, require_instance, require_int
 from evenroute.routing.checks import require_device, require_tensor
-from evenroute.routing.values import describe, require_instance, require_int
 
 ALIGN = 512  # of a tensor's first byte inside an expert and inside a staging buffer
 LOADER_CALL = "loader(layer, expert)"

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from evenroute.eplb.values import describe, require_choice, require_int
 from evenroute.routing.checks import ID_DTYPES, require_device, require_output, require_tensor
-from evenroute.routing.values import describe, require_choice, require_int
 
 INVALID = ("sentinel", "drop")
 BACKENDS = ("auto", "reference", "triton", "interpret")

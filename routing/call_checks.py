@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenroute.eplb.values import describe, require_bool, require_int
 from evenroute.routing.checks import (
     BIAS_DTYPES,
     ID_DTYPES,
@@ -20,7 +21,6 @@ from evenroute.routing.checks import (
     require_tensor,
 )
 from evenroute.routing.output import RouteCall, RouteForm, RoutingOutput
-from evenroute.routing.values import describe, require_bool, require_int
 
 LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TARGET_DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)

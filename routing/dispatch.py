@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from evenroute.eplb.values import require_choice, require_int
 from evenroute.routing.checks import require_tensor
 from evenroute.routing.output import RouteCall, RouteForm, RoutingOutput
 from evenroute.routing.tables import SPAN_COUNT_BITS, DispatchTables
 from evenroute.routing.ticket_sequence import TREE_REPLICAS
-from evenroute.routing.values import require_choice, require_int
 
 DISPATCH_MODES = ("static", "dynamic", "rank_invariant", "weighted")
 DEALS = ("exact", "hash")

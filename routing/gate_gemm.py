@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenroute.eplb.values import require_bool, require_choice, require_instance, require_int
 from evenroute.routing.call_checks import check_call
 from evenroute.routing.checks import WEIGHT_DTYPES, fits, require_tensor
 from evenroute.routing.dispatch import waterfill_columns
@@ -16,7 +17,6 @@ from evenroute.routing.launch_plan import supports_groups
 from evenroute.routing.output import RouteCall, RoutingOutput, allocate_output
 from evenroute.routing.route_reference import route_reference
 from evenroute.routing.router import BACKENDS, Router, require_interpreter
-from evenroute.routing.values import require_bool, require_choice, require_instance, require_int
 
 MAX_FUSED_TOKENS = 128  # the crossover: see `GateRouter`
 MAX_HIDDEN_SIZE = 1 << 20

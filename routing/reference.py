@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from evenroute.eplb.values import require_instance, require_int
 from evenroute.routing.checks import (
     BIAS_DTYPES,
     MARKER_DTYPES,
@@ -18,7 +19,6 @@ from evenroute.routing.checks import (
     require_tensor,
 )
 from evenroute.routing.config import MAX_EXPERTS, RouterConfig
-from evenroute.routing.values import require_instance, require_int
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenroute.eplb.values import describe, require_bool, require_choice, require_instance, require_int
 from evenroute.routing.call_checks import check_call, num_rows, require_logits
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
@@ -23,7 +24,6 @@ from evenroute.routing.output import (
 )
 from evenroute.routing.route_reference import route_reference
 from evenroute.routing.tables import DispatchTables
-from evenroute.routing.values import describe, require_bool, require_choice, require_instance, require_int
 
 BACKENDS = ("auto", "reference", "triton", "interpret")
 

@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenroute.eplb.values import describe, require_bool, require_choice, require_int, require_number
 from evenroute.routing.call_checks import require_layer
 from evenroute.routing.checks import ID_DTYPES, WEIGHT_DTYPES, require_device, require_tensor
 from evenroute.routing.simulated_tables import RoutingShape, TraceTables
 from evenroute.routing.simulated_trace import NUM_ORDERS, build_trace_design, moe_layers
-from evenroute.routing.values import describe, require_bool, require_choice, require_int, require_number
 
 KINDS = ("fake", "uniform", "round-robin", "zipf", "trace")
 

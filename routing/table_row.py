@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from evenroute.eplb.compiled import kernel
 from evenroute.eplb.placement import SHARE_TOTAL, PlacementRow
 from evenroute.eplb.topology import Topology
+from evenroute.eplb.values import describe
 from evenroute.routing.ticket_sequence import TREE_REPLICAS, sequence_words
-from evenroute.routing.values import describe
 
 SPAN_COUNT_BITS = 10
 FIELDS = (

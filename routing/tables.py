@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from evenroute.eplb.placement import Placement, PlacementRow, even_shares
+from evenroute.eplb.values import require_instance, require_int
 from evenroute.routing.checks import require_device
 from evenroute.routing.config import MAX_EXPERTS
 from evenroute.routing.table_row import SPAN_COUNT_BITS, check_table_row, fill_table_row, fits_payload
@@ -19,7 +20,6 @@ from evenroute.routing.ticket_sequence import (
     packed_order,
     sequence_capacity,
 )
-from evenroute.routing.values import require_instance, require_int
 
 __all__ = ["SPAN_COUNT_BITS", "DispatchTables", "fits_payload"]
 

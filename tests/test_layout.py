@@ -58,7 +58,9 @@ def test_packages_are_listed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = set(project["tool"]["setuptools"]["packages"])
     found = {
-        ".".join(("evenroute", *path.parent.relative_to(ROOT).parts)) for name in PACKAGES for path in sources(name)
+        ".".join(("evenroute", *path.parent.relative_to(ROOT).parts))
+        for name in PACKAGES
+        for path in sources(name)
     }
     assert listed == found, "a sub-package that is not listed vanishes from the wheel"
     for name in PACKAGES:

@@ -239,7 +239,7 @@ def test_long_texts_stay_one_short_line() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        *(({"backend": bad}, "backend must be a str, found") for bad in (None, 3, ["gloo"])),
+        *(({"backend": bad}, "backend must be text, found") for bad in (None, 3, ["gloo"])),
         *(({"backend": bad}, "backend= | is not one that this torch has") for bad in ("", "glo", "x" * 999)),
         *(
             ({"limit_s": bad}, "limit_s must be")

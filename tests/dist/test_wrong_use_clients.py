@@ -31,10 +31,10 @@ from support.dist_wrong_use import refused
 NOBODY = "ipc:///tmp/nobody.sock"
 NOT_PATHS = (None, 3, True, 1.5, ["x"], b"x", {}, "", "a\0b", "\ud800")
 ADDRESSES = (
-    *((bad, "address must be a str, found") for bad in (None, 3, True, 1.5, ["tcp://h:1"], b"tcp://h:1", Path("/x"))),
+    *((bad, "address must be text, found") for bad in (None, 3, True, 1.5, ["tcp://h:1"], b"tcp://h:1", Path("/x"))),
     *((bad, "address: | expected ipc://PATH or tcp://HOST:PORT") for bad in ("", "x", "tcp://h", "x" * 5000)),
     ("ipc://a\0b", "address must be a path, found 'a\\x00b'"),
-    ("ipc://\ud800", "address must be a path, found '\\ud800'"),
+    ("ipc://\ud800", "address must be text, found 'ipc://\\ud800'"),
     ("ipc://" + "x" * 5000, "address: path of 5000 bytes found, at most 107 allowed"),
     ("tcp://h:" + "9" * 5000, "address: | expected ipc://PATH or tcp://HOST:PORT"),
 )  # fmt: skip
@@ -182,9 +182,9 @@ def test_files_of_settings(bad: Any) -> None:
         (lambda: build_section(None, {}, where="x"), "kind must be one of RebalancerSettings | found None"),
         (lambda: build_section(AgentConfig, {"model": ["x"] * 999}, where="x"), "x.model: a list found, expected str"),
         (lambda: build_section(AgentConfig, {"modl": "x\n" * 999}, where="x"), "did you mean 'model'?"),
-        *((lambda b=bad: nearest(b, ["a"]), "name must be a str, found") for bad in (None, 3, ["a"])),
+        *((lambda b=bad: nearest(b, ["a"]), "name must be text, found") for bad in (None, 3, ["a"])),
         *((lambda b=bad: nearest("a", b), "known must be names, found") for bad in (None, 3, "abc")),
-        *((lambda b=bad: parse_interval(b), "--interval must be a str, found") for bad in (None, 3, 1.5, ["60"])),
+        *((lambda b=bad: parse_interval(b), "--interval must be text, found") for bad in (None, 3, 1.5, ["60"])),
         (lambda: parse_interval("x" * 5000), "--interval: 'xxx"),
         *((lambda b=bad: set_up_logging(b), "level= | is not one of debug") for bad in (None, "INFO", ["info"])),
     ],
@@ -218,4 +218,4 @@ def test_the_endpoint_of_metrics(bad: Any) -> None:
     refused("max_rank_silence_s must be", lambda: MetricsServer("127.0.0.1", 0, lambda: None, bad))
     refused("port must be", lambda: MetricsServer("127.0.0.1", bad, lambda: None, 10.0))
     if not isinstance(bad, str):
-        refused("host must be a str, found", lambda: MetricsServer(bad, 0, lambda: None, 10.0))
+        refused("host must be text, found", lambda: MetricsServer(bad, 0, lambda: None, 10.0))
