@@ -37,7 +37,7 @@ demo: install
 
 # Compiled here once, so that no test waits for the compiler of the planner.
 test: install
-	$(BIN)/python -c 'from evenroute.eplb.warm_up import warm_up; warm_up()'
+	$(BIN)/python -c 'from evenroute.eplb.planner.warm_up import warm_up; warm_up()'
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not multigpu"
 
 test-slow: install

@@ -4,8 +4,8 @@
 
 Differences from the original: numbers that do not divide are refused with the nearest that do (the original asserts);
 no expert comes twice on a rank; a load that is NaN, infinite or negative is refused. It can't keep weights where they
-are: it is not told the placement in use (`evenroute.eplb.planner.plan_placement` is). Callers without torch use
-`evenroute.eplb.deepseek`, which gives numpy arrays.
+are: it is not told the placement in use (`evenroute.eplb.planner.plan.plan_placement` is). Callers without torch use
+`evenroute.eplb.planner.deepseek`, which gives numpy arrays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from evenroute.dist.adapter_loads import host_loads
-from evenroute.eplb import deepseek
+from evenroute.eplb.planner import deepseek
 
 
 def rebalance_experts(

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.eplb.values import describe, one_line
+from evenroute.eplb._checks import describe, one_line
 
 
 def host_loads(name: str, weight: Any) -> NDArray[np.float64]:

@@ -39,9 +39,7 @@ from evenroute.dist.ep_layer import EpMoeLayer
 from evenroute.dist.expert_compute import SwiGluExperts
 from evenroute.dist.migration import MigrationConfig, WeightMover
 from evenroute.dist.weights import ExpertWeights
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
-from evenroute.eplb.values import (
+from evenroute.eplb._checks import (
     as_integer,
     describe,
     is_number,
@@ -49,6 +47,8 @@ from evenroute.eplb.values import (
     require_instance,
     require_text,
 )
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router

@@ -32,10 +32,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenroute.dist.adapter_loads import host_loads, host_rows
-from evenroute.eplb.placement import Placement, replica_counts
-from evenroute.eplb.planner import plan_placement
-from evenroute.eplb.topology import Topology
-from evenroute.eplb.values import as_integer, describe, require_instance, require_text
+from evenroute.eplb._checks import as_integer, describe, require_instance, require_text
+from evenroute.eplb.placement.placement import Placement, replica_counts
+from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.plan import plan_placement
 
 FORMS = ("maps", "map", "context")
 POLICIES = ("full", "incremental")  # those with even shares

@@ -6,7 +6,7 @@ import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenroute.eplb.values import require_path, require_text, shown
+from evenroute.eplb._checks import require_path, require_text, shown
 
 IPC_PATH_LIMIT = 107  # bytes; sun_path of Linux
 

@@ -42,8 +42,8 @@ from evenroute.dist.rank_core import PreparedPlacement, RankConfig, RankCore, pr
 from evenroute.dist.stream_core import Unsent
 from evenroute.dist.switch_driver import SwitchDriver
 from evenroute.dist.votes import VoteError, VoteThread
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.values import require_seconds
+from evenroute.eplb._checks import require_seconds
+from evenroute.eplb.placement.placement import Placement
 
 __all__ = ["AgentConfig", "RankAgent", "StepResult", "VoteError"]
 

@@ -9,8 +9,7 @@ import torch
 from evenroute.dist.config import AgentConfig
 from evenroute.dist.pass_files import check_folder
 from evenroute.dist.process_groups import require_group
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.values import (
+from evenroute.eplb._checks import (
     describe,
     require_at_least,
     require_bool,
@@ -18,6 +17,7 @@ from evenroute.eplb.values import (
     require_int,
     require_parts,
 )
+from evenroute.eplb.placement.placement import Placement
 
 MAX_STEP_TOKENS = (1 << 31) - 1  # rows of one step on one rank
 _TABLES = ("update_layer", "load", "prepare")

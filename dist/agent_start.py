@@ -27,7 +27,7 @@ from evenroute.dist.messages import (
     decode_down,
     encode,
 )
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.placement.placement import Placement
 
 logger = logging.getLogger("evenroute.dist.agent")
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.dist.messages import NO_KEY
-from evenroute.eplb.placement import (
+from evenroute.eplb.placement.placement import (
     DIGEST_MASK,
     Placement,
     PlacementRow,

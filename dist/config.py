@@ -19,8 +19,16 @@ from dataclasses import dataclass, field
 from os import PathLike
 
 from evenroute.dist.address import Address, parse_address
-from evenroute.eplb.regular_files import read_input_text
-from evenroute.eplb.values import LEAST_S, MOST_S, describe, require_choice, require_path, require_text, shown
+from evenroute.eplb._checks import (
+    LEAST_S,
+    MOST_S,
+    describe,
+    require_choice,
+    require_path,
+    require_text,
+    shown,
+)
+from evenroute.eplb._io import read_input_text
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 POLICIES = ("auto", "global", "hierarchical", "incremental", "weighted")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from evenroute.dist.address import check_bind, parse_address
-from evenroute.eplb.store_schema import APPLICATION_ID
+from evenroute.eplb.store.schema import APPLICATION_ID
 
 if typing.TYPE_CHECKING:
     from evenroute.dist.config import PlannerSettings, RebalancerSettings, SecuritySettings
@@ -147,8 +147,8 @@ def check_own_planner(planner: PlannerSettings, *, trial: bool) -> list[str]:
 
 def _trial_request(planner: PlannerSettings) -> typing.Any:
     from evenroute.dist.planner_process import plan_request
-    from evenroute.eplb.placement import Placement
-    from evenroute.eplb.topology import Topology
+    from evenroute.eplb.placement.placement import Placement
+    from evenroute.eplb.placement.topology import Topology
 
     experts = 4 * planner.num_groups
     current = Placement.initial(1, experts, experts + _TRIAL_RANKS, Topology(_TRIAL_RANKS))

@@ -32,7 +32,7 @@ from evenroute.dist.pass_messages import RecordReport
 from evenroute.dist.pass_orders import PassOrders
 from evenroute.dist.rebalancer_core import Phase, RebalancerCore
 from evenroute.dist.recording import Recorder
-from evenroute.eplb.store import StoreError
+from evenroute.eplb.store.writer import StoreError
 
 logger = logging.getLogger("evenroute.dist.rebalancer")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from evenroute.dist.messages import JobShape
-from evenroute.eplb.store import HistoryStore, JobRow, RankWindow, Receipt
+from evenroute.eplb.store.writer import HistoryStore, JobRow, RankWindow, Receipt
 
 
 class CoreStore(HistoryStore):

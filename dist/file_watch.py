@@ -7,7 +7,7 @@ import logging
 from evenroute.dist.job_lock import JobLock
 from evenroute.dist.limited_log import LimitedLog
 from evenroute.dist.link import RouterLink
-from evenroute.eplb.store import HistoryStore
+from evenroute.eplb.store.writer import HistoryStore
 
 
 class FileWatch:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from evenroute.dist.messages import NO_KEY
 from evenroute.dist.rebalancer_core import Phase, RebalancerCore
-from evenroute.eplb.store_schema import IN_USE_EVENT, encode_in_use
+from evenroute.eplb.store.schema import IN_USE_EVENT, encode_in_use
 
 _AT_MOST_EVERY_S = 1.0
 

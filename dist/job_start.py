@@ -26,7 +26,7 @@ from evenroute.dist.messages import (
     pack_placement,
     unpack_placement,
 )
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.placement.placement import Placement
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from evenroute.eplb.regular_files import read_input_text
-from evenroute.eplb.values import describe, require_choice, require_path, shown
+from evenroute.eplb._checks import describe, require_choice, require_path, shown
+from evenroute.eplb._io import read_input_text
 
 ROLES = ("rank", "operator", "viewer")
 KNOWN_KEYS = "known_keys.toml"

@@ -23,7 +23,7 @@ import zmq
 
 from evenroute.dist.address import Address
 from evenroute.dist.keys import LOCAL_ROLE, ClientKeys, ServerKeys, ZapHandler
-from evenroute.eplb.values import require_instance
+from evenroute.eplb._checks import require_instance
 
 LINGER_MS = 500
 QUEUE_FRAMES = 16  # frames that wait for a peer that does not read

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.dist.messages import JobShape
-from evenroute.eplb.store import Receipt
+from evenroute.eplb.store.writer import Receipt
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from evenroute.eplb.placement import Placement, PlacementRow, even_shares
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement, PlacementRow, even_shares
+from evenroute.eplb.placement.topology import Topology
 
 PROTOCOL_VERSION: Final = 1
 DEFAULT_FRAME_LIMIT: Final = 32 * 1024 * 1024

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from evenroute.dist.control import Status
-from evenroute.eplb.values import (
+from evenroute.eplb._checks import (
     require_callable,
     require_instance,
     require_int,

@@ -27,8 +27,8 @@ from evenroute.dist.staging import StagingBuffers
 from evenroute.dist.transfer import Chunk, most_peers
 from evenroute.dist.verify import ChecksumTest, ExpectedChecksums
 from evenroute.dist.weights import LOADER_CALL, ExpertWeights, Loader
-from evenroute.eplb.placement import Placement, PlacementRow
-from evenroute.eplb.values import require_callable, require_instance, require_int, require_parts
+from evenroute.eplb._checks import require_callable, require_instance, require_int, require_parts
+from evenroute.eplb.placement.placement import Placement, PlacementRow
 
 __all__ = ["MigrationConfig", "MigrationError", "WeightMover"]
 

@@ -11,8 +11,7 @@ import torch.distributed as torch_dist
 
 from evenroute.dist.process_groups import require_group
 from evenroute.dist.weights import ALIGN
-from evenroute.eplb.placement import row_digest
-from evenroute.eplb.values import (
+from evenroute.eplb._checks import (
     describe,
     require_at_least,
     require_bool,
@@ -21,6 +20,7 @@ from evenroute.eplb.values import (
     require_number,
     require_seconds,
 )
+from evenroute.eplb.placement.placement import row_digest
 from evenroute.routing.checks import require_device
 
 

@@ -3,8 +3,8 @@ moves tables only. No torch here: the agreement and its simulator import this fi
 
 from typing import Protocol
 
-from evenroute.eplb.placement import Placement, PlacementRow
-from evenroute.eplb.values import require_at_least, require_parts
+from evenroute.eplb._checks import require_at_least, require_parts
+from evenroute.eplb.placement.placement import Placement, PlacementRow
 
 
 class LayerMover(Protocol):

@@ -12,8 +12,8 @@ from evenroute.dist.exchange import Move
 from evenroute.dist.transfer import Chunk, LayerTransfer, plan_transfer, split_chunks
 from evenroute.dist.verify import ChecksumTest, runs
 from evenroute.dist.weights import ALIGN, LayerWeights
-from evenroute.eplb.placement import PlacementRow
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import PlacementRow
+from evenroute.eplb.placement.topology import Topology
 
 
 @dataclass

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from evenroute.dist.agreement import Key
 from evenroute.dist.messages import NO_KEY
-from evenroute.eplb.dump_format import DumpHeader
-from evenroute.eplb.dump_writer import DumpWriter
-from evenroute.eplb.foreign_source import PlacementEvent, Window
-from evenroute.eplb.placement import Placement, PlacementRow
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.dump.format import DumpHeader
+from evenroute.eplb.dump.writer import DumpWriter
+from evenroute.eplb.loads.source import PlacementEvent, Window
+from evenroute.eplb.placement.placement import Placement, PlacementRow
+from evenroute.eplb.placement.topology import Topology
 
 SUFFIX = ".evd"
 _LEAST_ROOM = 64 * 1024

@@ -24,10 +24,10 @@ from evenroute.dist.agreement import Key
 from evenroute.dist.messages import JobShape
 from evenroute.dist.pass_files import FullError, PassFiles
 from evenroute.dist.pass_messages import OVER, RankState, RecordOrder, RecordReport
-from evenroute.eplb.dump_format import DumpHeader, narrow
-from evenroute.eplb.foreign_source import Window
-from evenroute.eplb.placement import PlacementRow
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.dump.format import DumpHeader, narrow
+from evenroute.eplb.loads.source import Window
+from evenroute.eplb.placement.placement import PlacementRow
+from evenroute.eplb.placement.topology import Topology
 
 logger = logging.getLogger("evenroute.dist.agent")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from evenroute.dist.agreement import Key
 from evenroute.dist.messages import JobShape
 from evenroute.dist.pass_session import PassSession, TokenPass
-from evenroute.eplb.placement import PlacementRow
+from evenroute.eplb.placement.placement import PlacementRow
 
 _EXTRA = ("token_ids", "positions")
 _ALIGNMENT = 16

@@ -18,8 +18,8 @@ from evenroute.dist.load_view import LoadView
 from evenroute.dist.messages import unpack_placement
 from evenroute.dist.planner_process import PlannerError, PlannerProcess, PlanReply, plan_request
 from evenroute.dist.rebalancer_core import Outgoing, PlacementInfo, RebalancerCore
-from evenroute.eplb.loads import balancedness, rank_loads
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.loads.balance import balancedness, rank_loads
+from evenroute.eplb.placement.placement import Placement
 
 logger = logging.getLogger("evenroute.dist.rebalancer")
 

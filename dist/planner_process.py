@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from evenroute.dist.config import DEFAULT_PLANNER, PlannerSettings
 from evenroute.dist.messages import WirePlacement, pack_placement
-from evenroute.eplb.loads import Balancedness
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.loads.balance import Balancedness
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 
 _LENGTH_BYTES = 4
 _MAX_REPLY_BYTES = 64 * 1024 * 1024
@@ -328,7 +328,7 @@ def check_planner(function: str, limit_s: float = CHECK_LIMIT_S) -> None:
     """ValueError in one line unless `function` imports, in a process of its own, and takes a planner's arguments."""
     command = [sys.executable, "-m", "evenroute.dist.planner_process", "--check", function]
     field = f"planner.function (--planner): {function!r}"
-    expected = "expected MODULE:FUNCTION with the signature of evenroute.eplb.planner.plan_placement"
+    expected = "expected MODULE:FUNCTION with the signature of evenroute.eplb.planner.plan.plan_placement"
     try:
         found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -344,7 +344,7 @@ def _warm_up(function: str) -> None:
     try:
         importlib.import_module(function.partition(":")[0])
         if function == _DEFAULT_FUNCTION:
-            importlib.import_module("evenroute.eplb.warm_up").warm_up()
+            importlib.import_module("evenroute.eplb.planner.warm_up").warm_up()
     except Exception as error:  # each request will fail with the same, and be answered with it
         print(f"planner {function}: {error}", file=sys.stderr)
 

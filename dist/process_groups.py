@@ -10,7 +10,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from evenroute.eplb.values import LEAST_S, describe, require_seconds, require_text, shown
+from evenroute.eplb._checks import LEAST_S, describe, require_seconds, require_text, shown
 
 
 class MissingRanksError(RuntimeError):

@@ -1,4 +1,4 @@
-"""What the rebalancer core needs of a store. `evenroute.eplb.store.HistoryStore` is one; tests have another, in memory.
+"""What the rebalancer core needs of a store: `evenroute.eplb.store.writer.HistoryStore`, or one in memory in tests.
 
 Writes raise `StaleEpochError` when, seen from inside their own transaction, ``epoch`` is not the store's last any more,
 and `StoreError` when they can't be done (disk full): then nothing of them is kept.
@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.store import Receipt
-from evenroute.eplb.store_schema import PlacementRow, RankWindow, StaleEpochError, StoreError
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.store.schema import PlacementRow, RankWindow, StaleEpochError, StoreError
+from evenroute.eplb.store.writer import Receipt
 
 __all__ = ["PlacementRow", "ProtocolStore", "RankWindow", "Receipt", "StaleEpochError", "StoreError"]
 

@@ -37,7 +37,7 @@ from evenroute.dist.messages import (
     unpack_placement,
 )
 from evenroute.dist.stream_core import RankStream, Unsent
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.placement.placement import Placement
 
 
 @dataclass(frozen=True)

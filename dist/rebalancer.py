@@ -49,8 +49,8 @@ from evenroute.dist.rebalancer_core import Outgoing, Phase, RebalancerCore
 from evenroute.dist.rebalancer_core import RebalancerConfig as CoreConfig
 from evenroute.dist.rebalancer_status import StatusBuilder
 from evenroute.dist.recording import Recorder
-from evenroute.eplb.store import RankState, StaleEpochError, StoreError
-from evenroute.eplb.values import require_bool, require_instance
+from evenroute.eplb._checks import require_bool, require_instance
+from evenroute.eplb.store.writer import RankState, StaleEpochError, StoreError
 
 __all__ = ["Rebalancer", "run_rebalancer"]
 

@@ -40,7 +40,7 @@ from evenroute.dist.rebalancer_types import (
 )
 from evenroute.dist.view_core import RunView
 from evenroute.dist.window_receipt import WindowReceipt
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.placement.placement import Placement
 
 __all__ = [
     "Notice",

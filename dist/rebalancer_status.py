@@ -12,7 +12,7 @@ from evenroute.dist.messages import NO_KEY
 from evenroute.dist.plan_cycle import PlanCycle
 from evenroute.dist.rebalancer_core import Phase, RebalancerCore
 from evenroute.dist.recording import Recorder
-from evenroute.eplb.store import RankState
+from evenroute.eplb.store.writer import RankState
 
 _STORE_ERROR_TELLS_S = 60.0
 

@@ -16,8 +16,8 @@ from msgspec import Meta, Struct
 
 from evenroute.dist.control import Answer, Done, Recorded, RecordedWindow, RecordRead, RecordStart, Refused
 from evenroute.dist.pass_messages import PASS_MODES, PassMode, RecordMode
-from evenroute.eplb.store import HistoryStore, StoreError
-from evenroute.eplb.store_schema import counts_to_blob
+from evenroute.eplb.store.schema import counts_to_blob
+from evenroute.eplb.store.writer import HistoryStore, StoreError
 
 _SETTING = "recording"
 _PART_BYTES = 4 * 1024 * 1024

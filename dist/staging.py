@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from evenroute.dist.weights import ExpertWeights, LayerWeights, align_up
-from evenroute.eplb.values import require_at_least, require_instance
+from evenroute.eplb._checks import require_at_least, require_instance
 
 
 def layer_bytes(weights: LayerWeights, num_local_slots: int) -> int:

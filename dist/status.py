@@ -27,7 +27,7 @@ from evenroute.dist.control import (
 )
 from evenroute.dist.keys import load_client_keys
 from evenroute.dist.link import CONTROL_TAG, DealerLink
-from evenroute.eplb.values import describe, require_int, require_number
+from evenroute.eplb._checks import describe, require_int, require_number
 
 _REQUESTS = typing.get_args(Request)
 MAX_RANK = 65535

@@ -13,7 +13,7 @@ from evenroute.dist.agreement import Action, Commit, Discard, Key, Open
 from evenroute.dist.mover import LayerMover
 from evenroute.dist.rank_core import RankCore
 from evenroute.dist.votes import VoteThread
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.placement.placement import Placement
 
 logger = logging.getLogger("evenroute.dist.agent")
 

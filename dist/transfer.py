@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.topology import Topology
 
 
 @dataclass(frozen=True)

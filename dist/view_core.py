@@ -16,8 +16,8 @@ from evenroute.dist.messages import (
     unpack_placement,
 )
 from evenroute.dist.protocol_store import ProtocolStore, StoreError
-from evenroute.eplb.placement import Placement, PlacementRow, row_digest
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement, PlacementRow, row_digest
+from evenroute.eplb.placement.topology import Topology
 
 
 @dataclass

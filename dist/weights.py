@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.eplb.values import describe, require_callable, require_instance, require_int
+from evenroute.eplb._checks import describe, require_callable, require_instance, require_int
 from evenroute.routing.checks import require_device, require_tensor
 
 ALIGN = 512  # of a tensor's first byte inside an expert and inside a staging buffer

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from evenroute.eplb.values import describe, require_choice, require_int
+from evenroute.eplb._checks import describe, require_choice, require_int
 from evenroute.routing.checks import ID_DTYPES, require_device, require_output, require_tensor
 
 INVALID = ("sentinel", "drop")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenroute.eplb.values import describe, require_bool, require_int
+from evenroute.eplb._checks import describe, require_bool, require_int
 from evenroute.routing.checks import (
     BIAS_DTYPES,
     ID_DTYPES,

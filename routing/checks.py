@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenroute.eplb.values import describe
+from evenroute.eplb._checks import describe
 
 ID_DTYPES = (torch.int32, torch.int64)
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evenroute.eplb.values import (
+from evenroute.eplb._checks import (
     describe,
     require_bool,
     require_choice,

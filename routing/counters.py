@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.eplb.values import describe, require_int
+from evenroute.eplb._checks import describe, require_int
 from evenroute.routing.checks import require_device, require_tensor
 from evenroute.routing.config import MAX_EXPERTS
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evenroute.eplb.values import require_choice, require_int
+from evenroute.eplb._checks import require_choice, require_int
 from evenroute.routing.checks import require_tensor
 from evenroute.routing.output import RouteCall, RouteForm, RoutingOutput
 from evenroute.routing.tables import SPAN_COUNT_BITS, DispatchTables

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenroute.eplb.values import require_instance, require_int
+from evenroute.eplb._checks import require_instance, require_int
 from evenroute.routing.align import moe_align_block_size
 from evenroute.routing.call_checks import require_layer, require_logits
 from evenroute.routing.checks import ID_DTYPES, WEIGHT_DTYPES, require_tensor

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenroute.eplb.values import require_bool, require_choice, require_instance, require_int
+from evenroute.eplb._checks import require_bool, require_choice, require_instance, require_int
 from evenroute.routing.call_checks import check_call
 from evenroute.routing.checks import WEIGHT_DTYPES, fits, require_tensor
 from evenroute.routing.dispatch import waterfill_columns

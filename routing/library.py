@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenroute.eplb.values import describe, require_bool, require_instance, require_int
+from evenroute.eplb._checks import describe, require_bool, require_instance, require_int
 from evenroute.routing.call_checks import MAX_ROW_OFFSET
 from evenroute.routing.gate_gemm import GateRouter
 from evenroute.routing.library_ops import Outputs, register

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evenroute.eplb.values import require_instance, require_int
+from evenroute.eplb._checks import require_instance, require_int
 from evenroute.routing.checks import (
     BIAS_DTYPES,
     MARKER_DTYPES,

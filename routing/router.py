@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenroute.eplb.values import describe, require_bool, require_choice, require_instance, require_int
+from evenroute.eplb._checks import describe, require_bool, require_choice, require_instance, require_int
 from evenroute.routing.call_checks import check_call, num_rows, require_logits
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters

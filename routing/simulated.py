@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.eplb.values import describe, require_bool, require_choice, require_int, require_number
+from evenroute.eplb._checks import describe, require_bool, require_choice, require_int, require_number
 from evenroute.routing.call_checks import require_layer
 from evenroute.routing.checks import ID_DTYPES, WEIGHT_DTYPES, require_device, require_tensor
 from evenroute.routing.simulated_tables import RoutingShape, TraceTables

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.compiled import kernel
-from evenroute.eplb.placement import SHARE_TOTAL, PlacementRow
-from evenroute.eplb.topology import Topology
-from evenroute.eplb.values import describe
+from evenroute.eplb._checks import describe
+from evenroute.eplb._compiled import kernel
+from evenroute.eplb.placement.placement import SHARE_TOTAL, PlacementRow
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.ticket_sequence import TREE_REPLICAS, sequence_words
 
 SPAN_COUNT_BITS = 10

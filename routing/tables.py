@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenroute.eplb.placement import Placement, PlacementRow, even_shares
-from evenroute.eplb.values import require_instance, require_int
+from evenroute.eplb._checks import require_instance, require_int
+from evenroute.eplb.placement.placement import Placement, PlacementRow, even_shares
 from evenroute.routing.checks import require_device
 from evenroute.routing.config import MAX_EXPERTS
 from evenroute.routing.table_row import SPAN_COUNT_BITS, check_table_row, fill_table_row, fits_payload

@@ -13,8 +13,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.compiled import kernel
-from evenroute.eplb.placement import SHARE_TOTAL
+from evenroute.eplb._compiled import kernel
+from evenroute.eplb.placement.placement import SHARE_TOTAL
 
 TREE_REPLICAS = 4
 """Up to so many replicas `dispatch.split_shares` needs no table."""

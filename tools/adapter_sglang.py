@@ -30,10 +30,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.placement_file import write_beside_and_rename
-from evenroute.eplb.planner import Plan, plan_placement
-from evenroute.eplb.topology import Topology, check_plan_numbers
+from evenroute.eplb.placement.file import write_beside_and_rename
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology, check_plan_numbers
+from evenroute.eplb.planner.plan import Plan, plan_placement
 from evenroute.tools.errors import fail, one_line_errors
 
 RECORDER_DIR = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
@@ -181,7 +181,7 @@ def write_location(path: Path, placement: Placement) -> None:
 
 def read_location(path: Path, topology: Topology) -> Placement:
     """The placement that a server runs with, from its ``--init-expert-location`` file (not one with loads alone)."""
-    from evenroute.eplb.foreign_open import open_source
+    from evenroute.eplb.files.open import open_source
     from evenroute.tools.pt_files import read_pt
 
     source = open_source(path, read_pt=read_pt)

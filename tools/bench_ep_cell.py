@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenroute.dist.agent import AgentConfig, RankAgent
-from evenroute.eplb.loads import Balancedness, balancedness, rank_loads
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.loads.balance import Balancedness, balancedness, rank_loads
+from evenroute.eplb.placement.placement import Placement
 from evenroute.tools.bench_ep_options import Case
 from evenroute.tools.bench_ep_watch import (
     AFTER,

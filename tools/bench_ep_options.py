@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenroute.eplb.load_files import read_logical_count
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.files.counts import read_logical_count
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.tools.errors import fail
 
 DISPATCHES = ("static", "dynamic", "weighted")

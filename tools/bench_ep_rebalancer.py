@@ -88,7 +88,7 @@ class Rebalancers:
         self._ahead = (os.cpu_count() or 1) >= 8
         self._started: dict[int, CellRebalancer] = {}
         # Compiled once, beside everything that happens meanwhile.
-        code = "from evenroute.eplb.warm_up import warm_up; warm_up()"
+        code = "from evenroute.eplb.planner.warm_up import warm_up; warm_up()"
         self._compiling = subprocess.Popen([sys.executable, "-c", code], preexec_fn=end_with_parent)
 
     def wait_compiled(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evenroute.dist.expert_compute import expert_mlp
 from evenroute.dist.mover import LayerMover
-from evenroute.eplb.placement import Placement, PlacementRow
+from evenroute.eplb.placement.placement import Placement, PlacementRow
 from evenroute.routing.output import RoutingOutput
 from evenroute.tools.bench_moe_model import BenchModel
 

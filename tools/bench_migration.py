@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from evenroute.dist.chunk_runner import ChunkRecord
 from evenroute.dist.exchange import MigrationError, Move, post
 from evenroute.dist.watchdog import end_process
-from evenroute.eplb.loads import balancedness, rank_loads
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.planner import plan_placement
+from evenroute.eplb.loads.balance import balancedness, rank_loads
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.planner.plan import plan_placement
 from evenroute.tools.bench_migration_failures import damage_part, kill_part, stall_part
 from evenroute.tools.bench_migration_options import PART_NAMES, launch, parse
 from evenroute.tools.bench_moe_model import BenchModel, GraphStep, ModelGroups, ModelSizes, StepClock

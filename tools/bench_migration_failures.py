@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evenroute.dist.transfer import plan_transfer
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.placement.placement import Placement
 from evenroute.tools.bench_moe_model import BenchModel, GraphStep
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from evenroute.dist.expert_compute import SwiGluExperts, expert_mlp
 from evenroute.dist.migration import MigrationConfig, WeightMover
 from evenroute.dist.staging import layer_bytes
 from evenroute.dist.weights import ExpertWeights
-from evenroute.eplb.load_files import read_logical_count
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.files.counts import read_logical_count
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.output import RoutingOutput

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb._pack import full_plan
-from evenroute.eplb.load_files import read_logical_count
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.planner_full import full_placement, spill_from_nodes
-from evenroute.eplb.planner_layers import normalized, over_layers
-from evenroute.eplb.planner_moves import MoveLimits, exact_shares, moved_placement
-from evenroute.eplb.topology import Topology
-from evenroute.eplb.warm_up import warm_up
+from evenroute.eplb.files.counts import read_logical_count
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.full import full_placement, spill_from_nodes
+from evenroute.eplb.planner.kernels.pack import full_plan
+from evenroute.eplb.planner.layers import normalized, over_layers
+from evenroute.eplb.planner.moves import MoveLimits, exact_shares, moved_placement
+from evenroute.eplb.planner.warm_up import warm_up
 from evenroute.tools.bench_planner_baseline import greedy_plan, greedy_plan_layers_at_once
 from evenroute.tools.bench_planner_check import judge, linear_programme, moved
 from evenroute.tools.bench_planner_time import chains, drift, stationary

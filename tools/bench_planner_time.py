@@ -9,11 +9,11 @@ from statistics import mean
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.planner_full import full_placement
-from evenroute.eplb.planner_moves import MoveLimits, moved_placement
-from evenroute.eplb.policy import RebalancePolicy
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.full import full_placement
+from evenroute.eplb.planner.moves import MoveLimits, moved_placement
+from evenroute.eplb.planner.policy import RebalancePolicy
 
 Loads = NDArray[np.float64]
 Score = Callable[[Placement, Loads], list[float]]

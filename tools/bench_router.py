@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from evenroute.eplb.model_shapes import MODEL_SHAPES
-from evenroute.eplb.placement import Placement, even_shares
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.models import MODEL_SHAPES
+from evenroute.eplb.placement.placement import Placement, even_shares
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router

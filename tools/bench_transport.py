@@ -51,9 +51,9 @@ from evenroute.dist.messages import (
     unpack_placement,
 )
 from evenroute.dist.status import query_status
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.store import StoreReader
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.store.writer import StoreReader
 from evenroute.tools.run_folder import RunFolder, end_with_parent
 
 HEARTBEAT_S = 1.0

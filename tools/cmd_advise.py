@@ -12,9 +12,9 @@ import typer
 from evenroute.tools.errors import one_line_errors
 
 if TYPE_CHECKING:
-    from evenroute.eplb.advice_measures import Workload
-    from evenroute.eplb.foreign_source import LoadSource
-    from evenroute.eplb.load_skew import RankLoadMap
+    from evenroute.eplb.analysis.measures import Workload
+    from evenroute.eplb.loads.skew import RankLoadMap
+    from evenroute.eplb.loads.source import LoadSource
     from evenroute.tools.load_inputs import ExpertSize
 
 Loads = Annotated[list[Path], typer.Argument(metavar="LOADS...", help="Stores, dumps, folders or files.")]
@@ -65,8 +65,8 @@ def advise(
     """A verdict a person can act on: recommend, not now, or not enough evidence, with the reasons as numbers."""
     from rich.console import Console
 
-    from evenroute.eplb.advice import advise as make_advice
-    from evenroute.eplb.advice_measures import HARDWARE, AdviceSettings
+    from evenroute.eplb.analysis.advice import advise as make_advice
+    from evenroute.eplb.analysis.measures import HARDWARE, AdviceSettings
     from evenroute.tools.load_inputs import expert_size, known_model, open_loads
 
     if hardware is not None and hardware not in HARDWARE:
@@ -124,13 +124,13 @@ def register(app: typer.Typer) -> None:
 
 
 def _assumed_ranks(source: LoadSource) -> int:
-    from evenroute.eplb.load_history import default_ep_size
+    from evenroute.eplb.analysis.history import default_ep_size
 
     return default_ep_size(source.num_logical_experts)
 
 
 def _map_of(path: Path, ep_size: int, source: LoadSource) -> RankLoadMap:
-    from evenroute.eplb.load_history import choose_placement
+    from evenroute.eplb.analysis.history import choose_placement
     from evenroute.tools.load_inputs import open_placement
 
     return choose_placement(source, ep_size=ep_size, override=open_placement(path)).load_map
@@ -143,8 +143,8 @@ def gather(sources: Sequence[LoadSource], ep_size: int) -> tuple[list[Workload],
     """
     import numpy as np
 
-    from evenroute.eplb.advice_measures import Workload
-    from evenroute.eplb.load_history import choose_placement, read_history
+    from evenroute.eplb.analysis.history import choose_placement, read_history
+    from evenroute.eplb.analysis.measures import Workload
 
     workloads = []
     recorded = []

@@ -10,7 +10,7 @@ import typer
 from evenroute.tools.errors import check_output, one_line_errors
 
 if TYPE_CHECKING:
-    from evenroute.eplb.foreign_source import LoadSource, PlacementMap
+    from evenroute.eplb.loads.source import LoadSource, PlacementMap
 
 In = Annotated[Path, typer.Argument(metavar="IN", help="Any file or folder that `evenroute inspect` reads.")]
 Out = Annotated[
@@ -54,7 +54,7 @@ def convert(
     unfinished: Unfinished = False,
 ) -> None:
     """Write IN in the form that an engine reads; OUT is replaced as a whole or not at all."""
-    from evenroute.eplb.foreign_write import TARGETS, ModelLayers, write_loads, write_placement
+    from evenroute.eplb.files.write import TARGETS, ModelLayers, write_loads, write_placement
 
     if to not in TARGETS:
         raise ValueError(f"--to {to!r}, expected one of {', '.join(TARGETS)}")
@@ -98,7 +98,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _open(path: Path, key: str | None, num_experts: int | None, *, unfinished: bool) -> LoadSource:
-    from evenroute.eplb.foreign_open import open_sources
+    from evenroute.eplb.files.open import open_sources
     from evenroute.tools.load_inputs import tell_unfinished
     from evenroute.tools.pt_files import read_pt
 
@@ -120,7 +120,7 @@ def _open(path: Path, key: str | None, num_experts: int | None, *, unfinished: b
 
 def _placement(source: LoadSource) -> PlacementMap | None:
     """The placement of a file, or the newest one of a store or dump."""
-    from evenroute.eplb.foreign_source import PlacementMap
+    from evenroute.eplb.loads.source import PlacementMap
 
     if source.placement_map is not None:
         return source.placement_map

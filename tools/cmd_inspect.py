@@ -11,7 +11,7 @@ from evenroute.tools.errors import check_output, one_line_errors
 from evenroute.tools.inspect_facts import Settings, difference, placement_override, source_facts
 
 if TYPE_CHECKING:
-    from evenroute.eplb.load_history import History
+    from evenroute.eplb.analysis.history import History
 
 
 Paths = Annotated[list[Path], typer.Argument(metavar="PATH...", help="Store, dump, folder or foreign file.")]
@@ -106,7 +106,7 @@ def window_range(text: str) -> tuple[int, int | None]:
 
 def run(paths: list[Path], settings: Settings) -> int:
     """Read, show, and give the exit status: 2 when something could not be read."""
-    from evenroute.eplb.foreign_open import open_sources
+    from evenroute.eplb.files.open import open_sources
     from evenroute.tools.load_inputs import tell_unfinished
     from evenroute.tools.pt_files import read_pt
 

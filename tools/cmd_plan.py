@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from evenroute.eplb.placement import Placement
-    from evenroute.eplb.planner import Plan
+    from evenroute.eplb.placement.placement import Placement
+    from evenroute.eplb.planner.plan import Plan
 
 MOST_WINDOWS = 64
 PNG_FRACTIONS = (0.0, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.10)
@@ -71,9 +71,9 @@ def plan(
     png: Annotated[Path | None, typer.Option(help="Plot balancedness against moved slots.")] = None,
 ) -> None:
     """Plan a placement: predicted balancedness, moved slots, and why."""
-    from evenroute.eplb.placement_file import load_placement, save_placement
-    from evenroute.eplb.planner import plan_placement
-    from evenroute.eplb.topology import check_plan_numbers
+    from evenroute.eplb.placement.file import load_placement, save_placement
+    from evenroute.eplb.placement.topology import check_plan_numbers
+    from evenroute.eplb.planner.plan import plan_placement
 
     check_output("-o", output)
     check_output("--png", png)
@@ -116,7 +116,7 @@ def plan(
 
 
 def _initial(like: Placement) -> Placement:
-    from evenroute.eplb.placement import Placement
+    from evenroute.eplb.placement.placement import Placement
 
     return Placement.initial(like.num_layers, like.num_logical_experts, like.num_slots, like.topology)
 
@@ -174,8 +174,8 @@ def _write_png(path: Path, windows: NDArray[np.float64], start: Placement, made:
 
     from matplotlib import pyplot
 
-    from evenroute.eplb.placement_file import write_beside_and_rename
-    from evenroute.eplb.planner import plan_placement
+    from evenroute.eplb.placement.file import write_beside_and_rename
+    from evenroute.eplb.planner.plan import plan_placement
 
     slots = max(1, start.physical_to_logical.size)
     figure, axes = pyplot.subplots(figsize=(7, 4.5))

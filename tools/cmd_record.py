@@ -253,9 +253,9 @@ def write_dump(
     import numpy as np
 
     from evenroute.dist.status import read_recording
-    from evenroute.eplb.dump_format import DumpHeader
-    from evenroute.eplb.dump_writer import DumpWriter
-    from evenroute.eplb.foreign_source import Window
+    from evenroute.eplb.dump.format import DumpHeader
+    from evenroute.eplb.dump.writer import DumpWriter
+    from evenroute.eplb.loads.source import Window
 
     parts = read_recording(address, rank=rank, keys=keys, timeout_s=timeout_s)
     first = next(parts)

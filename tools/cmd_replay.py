@@ -13,8 +13,8 @@ import typer
 from evenroute.tools.errors import one_line_errors
 
 if TYPE_CHECKING:
-    from evenroute.eplb.foreign_source import LoadSource
-    from evenroute.eplb.replay import Replay, ReplayResult
+    from evenroute.eplb.analysis.replay import Replay, ReplayResult
+    from evenroute.eplb.loads.source import LoadSource
     from evenroute.tools.load_inputs import ExpertSize
 
 Loads = Annotated[
@@ -122,7 +122,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _assumed_ranks(source: LoadSource) -> int:
-    from evenroute.eplb.load_history import default_ep_size
+    from evenroute.eplb.analysis.history import default_ep_size
 
     return default_ep_size(source.num_logical_experts)
 
@@ -138,8 +138,8 @@ def build(
     start: Path | None = None,
 ) -> list[Replay]:
     """All combinations; `none` once, whatever the interval. By default one redundant expert a rank."""
-    from evenroute.eplb.replay import Replay, ReplaySettings
-    from evenroute.eplb.topology import automatic_redundant_experts
+    from evenroute.eplb.analysis.replay import Replay, ReplaySettings
+    from evenroute.eplb.placement.topology import automatic_redundant_experts
     from evenroute.tools.load_inputs import open_placement
 
     known = None if start is None else open_placement(start)
@@ -208,7 +208,7 @@ def _show(
 
 def _worthwhile(results: Sequence[ReplayResult]) -> list[dict[str, Any]]:
     """How many redundant experts are worth it, for each group of runs that differ in nothing else."""
-    from evenroute.eplb.replay import worthwhile_redundancy
+    from evenroute.eplb.analysis.replay import worthwhile_redundancy
 
     groups: dict[tuple[int, str, int], list[ReplayResult]] = {}
     for result in results:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evenroute.eplb.foreign_source import LoadSource, PlacementMap
-    from evenroute.eplb.load_history import History
+    from evenroute.eplb.analysis.history import History
+    from evenroute.eplb.loads.source import LoadSource, PlacementMap
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def history_of(
     window: tuple[int, int | None] | None,
 ) -> History:
     """One pass over a source as the options ask for it."""
-    from evenroute.eplb.load_history import choose_placement, read_history
+    from evenroute.eplb.analysis.history import choose_placement, read_history
 
     using = choose_placement(
         source,
@@ -65,9 +65,9 @@ def source_facts(
     sources: list[LoadSource], settings: Settings, override: PlacementMap | None, errors: list[str]
 ) -> tuple[dict[str, Any], list[History]]:
     """What is in each source; a source that turns out damaged is a line among the errors, its sound files stay."""
-    from evenroute.eplb.foreign_join import without_damaged
-    from evenroute.eplb.load_report import history_facts, layer_facts, placement_only_facts
-    from evenroute.eplb.load_report import source_facts as known_facts
+    from evenroute.eplb.analysis.facts import history_facts, layer_facts, placement_only_facts
+    from evenroute.eplb.analysis.facts import source_facts as known_facts
+    from evenroute.eplb.files.join import without_damaged
 
     if len(settings.windows) > 1:
         raise ValueError("--windows: more than one range needs --diff")
@@ -106,9 +106,9 @@ def source_facts(
 
 def _plan(history: History, settings: Settings) -> dict[str, Any]:
     """What a full plan for `--plan-slots` brings to this history's loads."""
-    from evenroute.eplb.load_report import named_balancedness
-    from evenroute.eplb.load_skew import RankLoadMap
-    from evenroute.eplb.loads import balancedness
+    from evenroute.eplb.analysis.facts import named_balancedness
+    from evenroute.eplb.loads.balance import balancedness
+    from evenroute.eplb.loads.skew import RankLoadMap
     from evenroute.tools.report_pictures import planned
 
     if not history.total.any():
@@ -127,7 +127,7 @@ def difference(
     sources: list[LoadSource], settings: Settings, override: PlacementMap | None
 ) -> tuple[dict[str, Any], list[History]]:
     """What changed from the first to the second of `--diff`."""
-    from evenroute.eplb.load_report import diff_facts, diff_placements
+    from evenroute.eplb.analysis.facts import diff_facts, diff_placements
 
     if len(sources) == 2 and all(source.placement_map and not source.has_loads for source in sources):
         return {"diff": diff_placements(*sources, ep_size=settings.ep_size), "errors": []}, []

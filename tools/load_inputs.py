@@ -10,9 +10,9 @@ from typing import Any
 import typer
 from numpy.typing import NDArray
 
-from evenroute.eplb.foreign_open import Opened, open_source, open_sources
-from evenroute.eplb.foreign_source import LoadSource, PlacementMap
-from evenroute.eplb.model_shapes import MODEL_SHAPES, ModelShape
+from evenroute.eplb.files.open import Opened, open_source, open_sources
+from evenroute.eplb.loads.source import LoadSource, PlacementMap
+from evenroute.eplb.placement.models import MODEL_SHAPES, ModelShape
 from evenroute.tools.pt_files import read_pt
 
 

@@ -12,7 +12,7 @@ import torch.distributed as torch_dist
 
 from evenroute.dist.agreement import AgreedState, Commit, Discard, Open, Version, vote_vector
 from evenroute.dist.mover import LayerMover
-from evenroute.eplb.placement import Placement, PlacementRow
+from evenroute.eplb.placement.placement import Placement, PlacementRow
 
 
 class VoteFailedError(RuntimeError):

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.load_history import History, Using
-from evenroute.eplb.load_report import derived_tokens, named_balancedness, placement_facts
-from evenroute.eplb.load_skew import RankLoadMap, skew
-from evenroute.eplb.loads import Balancedness, balancedness
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.placement_file import write_beside_and_rename
-from evenroute.eplb.planner import figure, plan_placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.analysis.facts import derived_tokens, named_balancedness, placement_facts
+from evenroute.eplb.analysis.history import History, Using
+from evenroute.eplb.loads.balance import Balancedness, balancedness
+from evenroute.eplb.loads.skew import RankLoadMap, skew
+from evenroute.eplb.placement.file import write_beside_and_rename
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.plan import figure, plan_placement
 
 
 class Asked(Protocol):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as torch_dist
 from numpy.typing import NDArray
 
-from evenroute.eplb.store import StoreReader
+from evenroute.eplb.store.writer import StoreReader
 from evenroute.tools.stress_measure import Segment
 
 

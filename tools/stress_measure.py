@@ -10,8 +10,8 @@ import torch
 import torch.distributed as torch_dist
 from numpy.typing import NDArray
 
-from evenroute.eplb.loads import Balancedness, balancedness, rank_loads
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.loads.balance import Balancedness, balancedness, rank_loads
+from evenroute.eplb.placement.placement import Placement
 
 
 @dataclass

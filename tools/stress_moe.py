@@ -18,7 +18,7 @@ from evenroute.dist.migration import MigrationConfig, WeightMover
 from evenroute.dist.mover import TableUpdater
 from evenroute.dist.staging import layer_bytes
 from evenroute.dist.weights import ExpertWeights
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.placement.placement import Placement
 from evenroute.routing.output import RoutingOutput
 from evenroute.tools.stress_checks import Finding
 

@@ -9,11 +9,11 @@ from typing import NoReturn
 
 from evenroute.dist.address import parse_address
 from evenroute.dist.keys import load_client_keys
-from evenroute.eplb.load_files import read_logical_count
-from evenroute.eplb.model_shapes import MODEL_SHAPES, ModelShape
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.placement_file import load_placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.files.counts import read_logical_count
+from evenroute.eplb.placement.file import load_placement
+from evenroute.eplb.placement.models import MODEL_SHAPES, ModelShape
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.tools.errors import fail
 
 ROUTINGS = ("fake", "uniform", "round-robin", "zipf", "trace")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as torch_dist
 from rich.console import Console
 
-from evenroute.eplb.warm_up import warm_up
+from evenroute.eplb.planner.warm_up import warm_up
 from evenroute.tools.run_folder import RunFolder, end_with_parent
 from evenroute.tools.stress_options import StressOptions
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.table import Table
 
-from evenroute.eplb.loads import Balancedness
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.loads.balance import Balancedness
+from evenroute.eplb.placement.placement import Placement
 
 
 class SegmentLike(Protocol):

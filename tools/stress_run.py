@@ -17,9 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from evenroute.dist.agent import AgentConfig, RankAgent, StepResult
 from evenroute.dist.mover import TablesOnly
-from evenroute.eplb.load_files import read_logical_count
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.placement_file import load_placement
+from evenroute.eplb.files.counts import read_logical_count
+from evenroute.eplb.placement.file import load_placement
+from evenroute.eplb.placement.placement import Placement
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.output import RoutingOutput

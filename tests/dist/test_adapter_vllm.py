@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from evenroute.dist.adapter_vllm import build_policy, interface_form, plan_maps, register
-from evenroute.eplb.loads import balancedness, rank_loads
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.loads.balance import balancedness, rank_loads
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from support import vllm_stand_in as vllm
 
 LAYERS, EXPERTS, SLOTS, RANKS = 3, 32, 40, 8

@@ -10,7 +10,7 @@ import pytest
 from evenroute.dist.address import check_bind, parse_address
 from evenroute.dist.job_lock import JobLock, LockHeldError
 from evenroute.dist.status import ControlClient
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.config import RouterConfig
 
 

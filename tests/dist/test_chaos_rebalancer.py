@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from evenroute.eplb.store import StoreReader
+from evenroute.eplb.store.writer import StoreReader
 from support.chaos import (
     TOML,
     alive,

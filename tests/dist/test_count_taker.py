@@ -18,8 +18,8 @@ from evenroute.dist.job_start import StartedJob
 from evenroute.dist.link import DealerLink
 from evenroute.dist.messages import JobShape, pack_placement
 from evenroute.dist.rank_core import RankConfig, RankCore
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters
 
 pytestmark = pytest.mark.timeout(60)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from evenroute.eplb.store import StoreReader
+from evenroute.eplb.store.writer import StoreReader
 from support.control_plane import RebalancerProcess, wait_for
 from support.job import Job
 

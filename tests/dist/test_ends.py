@@ -35,8 +35,8 @@ PLANNER = """
 import os, time
 import numpy as np
 from types import SimpleNamespace
-from evenroute.eplb.loads import balancedness, rank_loads
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.loads.balance import balancedness, rank_loads
+from evenroute.eplb.placement.placement import Placement
 def plan(loads, *, current, topology, **_):
     while not os.path.exists(os.environ["GO_FILE"]):
         time.sleep(0.01)

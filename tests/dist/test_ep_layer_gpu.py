@@ -10,8 +10,8 @@ import torch.distributed as torch_dist
 
 from evenroute.dist.ep_layer import EpMoeLayer, moe_reference
 from evenroute.dist.expert_compute import SwiGluExperts, loop_over_slots
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.router import Router
 from evenroute.routing.tables import DispatchTables

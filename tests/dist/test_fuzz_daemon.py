@@ -21,8 +21,8 @@ from evenroute.dist.messages import JobShape, Rows, SnapshotRequest, Status, Win
 from evenroute.dist.pass_messages import RecordReport
 from evenroute.dist.rebalancer import Rebalancer
 from evenroute.dist.rebalancer_core import Phase
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 
 JOB = JobShape(2, 4, 6, 2, 1, 2, False, "fuzz")
 START = Version.of((0, 0), Placement.initial(2, 4, 6, Topology(2)))

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evenroute.dist.migration import MigrationConfig
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.placement.placement import Placement
 from support.moe_world import (
     Case,
     build_world,

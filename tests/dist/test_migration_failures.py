@@ -19,7 +19,7 @@ from evenroute.dist.agreement import Version
 from evenroute.dist.exchange import InFlight, MigrationError
 from evenroute.dist.transfer import plan_transfer
 from evenroute.dist.watchdog import StallWatchdog
-from evenroute.eplb.placement import Placement, PlacementRow
+from evenroute.eplb.placement.placement import Placement, PlacementRow
 from evenroute.tools.moe_driver import VoteFailedError
 from support.moe_world import (
     Case,

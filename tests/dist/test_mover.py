@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from evenroute.dist.mover import TablesOnly
-from evenroute.eplb.placement import Placement, PlacementRow
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement, PlacementRow
+from evenroute.eplb.placement.topology import Topology
 
 
 class RecordingTables:

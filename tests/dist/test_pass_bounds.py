@@ -15,7 +15,7 @@ import pytest
 
 from evenroute.dist.pass_files import PassFiles
 from evenroute.dist.pass_messages import OVER
-from evenroute.eplb.dump_reader import DumpReader
+from evenroute.eplb.dump.reader import DumpReader
 from support.command import assert_one_line_error, evenroute
 from support.control_plane import wait_for
 from support.pass_rank import begin, frames, last_report, order, recorder_in

@@ -12,8 +12,8 @@ import torch
 
 from evenroute.dist.adapter_torch import RoutedGate
 from evenroute.dist.pass_messages import RecordOrder
-from evenroute.eplb.dump_reader import DumpReader
-from evenroute.eplb.foreign_open import open_source, open_sources
+from evenroute.eplb.dump.reader import DumpReader
+from evenroute.eplb.files.open import open_source, open_sources
 from support.pass_rank import (
     EPOCH,
     FIRST,

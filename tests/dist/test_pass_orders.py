@@ -13,7 +13,7 @@ from evenroute.dist.core_store import job_row
 from evenroute.dist.pass_messages import RecordReport
 from evenroute.dist.pass_orders import PassOrders
 from evenroute.dist.recording import PassRecording, Recorder
-from evenroute.eplb.store import HistoryStore, RankWindow
+from evenroute.eplb.store.writer import HistoryStore, RankWindow
 from evenroute.tools.cmd_record import rank_lines, summary_lines
 from support.fake_control import status
 from support.pass_rank import EPOCH, JOB, RUN, WANTED, View, due

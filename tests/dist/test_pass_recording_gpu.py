@@ -13,9 +13,9 @@ from evenroute.dist.messages import JobShape
 from evenroute.dist.pass_messages import RecordOrder
 from evenroute.dist.pass_recorder import PassRecorder, RecorderSettings
 from evenroute.dist.pass_tap import PassArena, PassTap
-from evenroute.eplb.dump_reader import DumpReader
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.dump.reader import DumpReader
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from support.control_plane import wait_for
 
 pytestmark = [

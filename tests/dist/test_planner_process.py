@@ -8,8 +8,8 @@ import pytest
 
 from evenroute.dist.messages import JobShape, pack_placement, unpack_placement
 from evenroute.dist.planner_process import PlannerError, PlannerProcess, PlanRequest, plan_now
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from support.control_plane import patience
 
 L, E, P, R = 3, 8, 12, 2

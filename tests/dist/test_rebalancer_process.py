@@ -17,8 +17,8 @@ import pytest
 from evenroute.dist.messages import JobShape
 from evenroute.dist.metrics import metric_names
 from evenroute.dist.status import query_status
-from evenroute.eplb.dump_reader import DumpReader
-from evenroute.eplb.store import StoreReader
+from evenroute.eplb.dump.reader import DumpReader
+from evenroute.eplb.store.writer import StoreReader
 from evenroute.tools.bench_transport import SimulatedJob
 from support.control_plane import (
     LEAST_WAIT_S,

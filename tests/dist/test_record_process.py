@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenroute.eplb.dump_reader import DumpReader
-from evenroute.eplb.foreign_store import read_store
-from evenroute.eplb.store import StoreReader
+from evenroute.eplb.dump.reader import DumpReader
+from evenroute.eplb.store.source import read_store
+from evenroute.eplb.store.writer import StoreReader
 from support.command import Outcome, assert_one_line_error, evenroute
 from support.control_plane import RebalancerProcess, patience, wait_for
 from support.record_job import RecordJob

@@ -270,7 +270,7 @@ PLANNERS = """
     def picky(loads, **_): raise ValueError("256 experts only")
     def hangs(loads, **_): time.sleep(60)
     def other(loads, *, topology, num_slots, **rest):
-        from evenroute.eplb.placement import Placement
+        from evenroute.eplb.placement.placement import Placement
         found = plan(loads, topology=topology, num_slots=num_slots, **rest)
         found.placement = Placement.initial(2, loads.shape[1], num_slots, topology)
         return found

@@ -19,7 +19,7 @@ from evenroute.dist.transfer import (
     plan_transfer,
     split_chunks,
 )
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.topology import Topology
 from support.placements import random_row
 
 SIZES = [

@@ -17,8 +17,8 @@ from evenroute.dist.expert_compute import BlockScaledExperts, expert_mlp
 from evenroute.dist.migration import MigrationConfig, WeightMover
 from evenroute.dist.staging import StagingBuffers
 from evenroute.dist.weights import ExpertWeights, row_bytes
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.tables import DispatchTables
 from evenroute.tools.moe_driver import MoeDriver
 from support.moe_world import Case, build_world, check_weights

@@ -189,8 +189,8 @@ def test_readme_engine_block_runs() -> None:
     if not shown:
         pytest.skip("README.md shows no engine of one's own yet")
     from evenroute.dist.agent import AgentConfig, RankAgent
-    from evenroute.eplb.placement import Placement
-    from evenroute.eplb.topology import Topology
+    from evenroute.eplb.placement.placement import Placement
+    from evenroute.eplb.placement.topology import Topology
     from evenroute.routing.config import RouterConfig
     from evenroute.routing.counters import ExpertCounters
     from evenroute.routing.router import Router

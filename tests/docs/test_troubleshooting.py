@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from evenroute.dist.ep_layer import moe_reference
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.align import moe_align_block_size
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.formats import BypassedRouting

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from evenroute.eplb.placement import Placement, PlacementRow
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement, PlacementRow
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.formats import BypassedRouting, PackedRouting, RaggedRouting, pack_ids, unpack_ids
 from evenroute.routing.router import Router

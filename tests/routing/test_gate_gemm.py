@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.gate_gemm import GateRouter, plan_gate, summation_error
 from evenroute.routing.launch_plan import supports_groups

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.align import moe_align_block_size
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.gate_gemm import GateRouter

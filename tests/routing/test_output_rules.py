@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.config import RouterConfig
 from support.interpreted import DEVICE
 from support.route_rules import BOTH, INF, NAN, close, make, route, seeded

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenroute.eplb.placement import Placement, PlacementRow
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement, PlacementRow
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.router import Router
 from evenroute.routing.simulated import KINDS, LogitSource

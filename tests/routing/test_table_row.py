@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenroute.eplb.placement import Placement, PlacementRow
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement, PlacementRow
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing import table_row
 from evenroute.routing.tables import DispatchTables
 from support.plain_table_row import build_table_row

@@ -8,8 +8,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import TICKET_PERIOD, ExpertCounters
 from evenroute.routing.dispatch import pick_by_ticket

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenroute.eplb.placement import PlacementRow
+from evenroute.eplb.placement.placement import PlacementRow
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as torch_dist
 
 from evenroute.dist.agent import AgentConfig
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.tables import DispatchTables
 from support.refusals import refused

@@ -13,8 +13,8 @@ from evenroute.dist.ep_layer import EpMoeLayer, moe_reference
 from evenroute.dist.expert_compute import SwiGluExperts
 from evenroute.dist.migration import MigrationConfig, WeightMover
 from evenroute.dist.weights import ExpertWeights
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.output import RoutingOutput
 from evenroute.routing.router import Router

@@ -15,9 +15,9 @@ from evenroute.dist.pass_orders import PassOrders
 from evenroute.dist.pass_recorder import PassRecorder, RecorderSettings
 from evenroute.dist.pass_tap import PassArena, PassTap
 from evenroute.dist.recording import PassRecording
-from evenroute.eplb.dump_reader import DumpReader
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.dump.reader import DumpReader
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from support.control_plane import wait_for
 
 RUN, EPOCH = 77, 1 << 20

@@ -20,8 +20,8 @@ import torch.distributed as torch_dist
 
 from evenroute.dist.agent import AgentConfig, RankAgent
 from evenroute.dist.process_groups import join_job
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router

@@ -9,7 +9,7 @@ from evenroute.dist.messages import (
     PlacementMessage,
 )
 from evenroute.dist.rank_core import PreparedPlacement, prepare_placement
-from evenroute.eplb.placement import PlacementRow, row_digest
+from evenroute.eplb.placement.placement import PlacementRow, row_digest
 
 _prepared: dict[tuple[object, ...], PreparedPlacement] = {}
 _slots: dict[bytes, tuple[int, ...]] = {}

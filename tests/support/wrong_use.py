@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.config import RouterConfig
 from evenroute.routing.router import Router
 from evenroute.routing.tables import DispatchTables

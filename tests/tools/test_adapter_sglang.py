@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from evenroute.eplb.loads import balancedness, rank_loads
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.loads.balance import balancedness, rank_loads
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.tools import adapter_sglang
 from support.sglang_stand_in import SglangStandIn, init_expert_location
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from evenroute.eplb.loads import placement_balancedness
-from evenroute.eplb.planner import plan_placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.loads.balance import placement_balancedness
+from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.plan import plan_placement
 from evenroute.tools.bench_planner import main
 from evenroute.tools.bench_planner_baseline import greedy_plan, greedy_plan_layers_at_once
 from evenroute.tools.bench_planner_check import judge, linear_programme, moved

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from evenroute.eplb.foreign_open import open_source
+from evenroute.eplb.files.open import open_source
 from support.command import assert_one_line_error, evenroute, evenroute_without
 from support.foreign_files import (
     ascend_map,

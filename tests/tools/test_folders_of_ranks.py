@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from evenroute.eplb.dump_format import DumpHeader
-from evenroute.eplb.dump_partial import unfinished_in
-from evenroute.eplb.dump_reader import DumpReader
-from evenroute.eplb.dump_writer import DumpWriter
-from evenroute.eplb.foreign_safetensors import write_safetensors
-from evenroute.eplb.foreign_source import Window
+from evenroute.eplb.dump.format import DumpHeader
+from evenroute.eplb.dump.partial import unfinished_in
+from evenroute.eplb.dump.reader import DumpReader
+from evenroute.eplb.dump.writer import DumpWriter
+from evenroute.eplb.files.safetensors import write_safetensors
+from evenroute.eplb.loads.source import Window
 from support.command import assert_one_line_error, evenroute
 
 L, E, STEPS = 2, 4, 20
@@ -230,9 +230,9 @@ WRITER = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from evenroute.eplb.dump_format import DumpHeader
-from evenroute.eplb.dump_writer import DumpWriter
-from evenroute.eplb.foreign_source import Window
+from evenroute.eplb.dump.format import DumpHeader
+from evenroute.eplb.dump.writer import DumpWriter
+from evenroute.eplb.loads.source import Window
 writer = DumpWriter(Path(sys.argv[1]), DumpHeader(num_layers=2, num_logical_experts=4))
 for step in range(3):
     writer.add_window(Window(np.ones((2, 4), np.int64), None, step, step, tokens=1))

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenroute.eplb.dump_format import DumpHeader
-from evenroute.eplb.dump_writer import DumpWriter
-from evenroute.eplb.foreign_source import PlacementEvent, Window
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.dump.format import DumpHeader
+from evenroute.eplb.dump.writer import DumpWriter
+from evenroute.eplb.loads.source import PlacementEvent, Window
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from support.command import assert_one_line_error, evenroute, evenroute_without
 from support.foreign_files import random_counts
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenroute.eplb.dump_format import DumpHeader
-from evenroute.eplb.dump_reader import DumpReader
-from evenroute.eplb.dump_recorder import DumpRecorder
-from evenroute.eplb.dump_writer import DumpWriter
-from evenroute.eplb.foreign_source import Window
+from evenroute.eplb.dump.format import DumpHeader
+from evenroute.eplb.dump.reader import DumpReader
+from evenroute.eplb.dump.recorder import DumpRecorder
+from evenroute.eplb.dump.writer import DumpWriter
+from evenroute.eplb.loads.source import Window
 
 WINDOWS, LAYERS, EXPERTS = 20_000, 58, 256
 LIMIT_BYTES = 400 << 20

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenroute.eplb.loads import balancedness, rank_loads
-from evenroute.eplb.placement import Placement, row_digest
-from evenroute.eplb.planner import plan_placement
-from evenroute.eplb.store import HistoryStore, JobRow, RankWindow
-from evenroute.eplb.store_schema import IN_USE_EVENT, encode_in_use
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.loads.balance import balancedness, rank_loads
+from evenroute.eplb.placement.placement import Placement, row_digest
+from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.plan import plan_placement
+from evenroute.eplb.store.schema import IN_USE_EVENT, encode_in_use
+from evenroute.eplb.store.writer import HistoryStore, JobRow, RankWindow
 from support.command import assert_one_line_error, evenroute, evenroute_without
 from support.foreign_files import random_counts
 

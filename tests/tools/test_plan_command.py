@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from evenroute.eplb.placement_file import load_placement
+from evenroute.eplb.placement.file import load_placement
 
 LOADS = [[0, 0, 0, 0], [100, 10, 10, 10], [1, 2, 3, 4]]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenroute.eplb.dump_format import DumpHeader
-from evenroute.eplb.dump_reader import DumpReader
-from evenroute.eplb.dump_recorder import DumpRecorder
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.dump.format import DumpHeader
+from evenroute.eplb.dump.reader import DumpReader
+from evenroute.eplb.dump.recorder import DumpRecorder
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from support.command import evenroute
 
 torch = pytest.importorskip("torch")

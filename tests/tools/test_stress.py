@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from evenroute.eplb.store import StoreReader
+from evenroute.eplb.store.writer import StoreReader
 from support.control_plane import wait_for
 from support.torchrun import end_group, finish, start_torchrun
 

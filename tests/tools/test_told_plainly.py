@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenroute.eplb.dump_format import DumpHeader
-from evenroute.eplb.dump_writer import DumpWriter
-from evenroute.eplb.foreign_source import LARGEST_SUM, Window
+from evenroute.eplb.dump.format import DumpHeader
+from evenroute.eplb.dump.writer import DumpWriter
+from evenroute.eplb.loads.source import LARGEST_SUM, Window
 from evenroute.tools.errors import target_name
 from support.command import assert_one_line_error, evenroute
 from support.fake_control import FakeControl, status
