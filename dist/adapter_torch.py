@@ -49,10 +49,10 @@ from evenroute.eplb._checks import (
 )
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.tables.tables import DispatchTables
 
 WEIGHT_NAMES = ("gate_up_proj", "down_proj")
 PROBE_ROWS = 32

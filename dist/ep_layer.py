@@ -15,7 +15,7 @@ from torch import Tensor
 from evenroute.dist.expert_compute import ExpertCompute, expert_mlp
 from evenroute.dist.process_groups import require_group
 from evenroute.eplb._checks import describe, require_at_least, require_bool, require_choice, require_number
-from evenroute.routing.checks import ID_DTYPES, WEIGHT_DTYPES, require_tensor
+from evenroute.routing.settings.checks import ID_DTYPES, WEIGHT_DTYPES, require_tensor
 
 EXCHANGES = ("exact", "padded")
 TOKEN_MODES = ("own", "shared")

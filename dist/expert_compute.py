@@ -11,7 +11,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from evenroute.eplb._checks import describe, require_int, require_parts
-from evenroute.routing.checks import BIAS_DTYPES, WEIGHT_DTYPES, require_device, require_tensor
+from evenroute.routing.settings.checks import BIAS_DTYPES, WEIGHT_DTYPES, require_device, require_tensor
 
 ROW_BLOCK = 16  # rows that the loop multiplies at once
 

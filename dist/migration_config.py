@@ -21,7 +21,7 @@ from evenroute.eplb._checks import (
     require_seconds,
 )
 from evenroute.eplb.placement.placement import row_digest
-from evenroute.routing.checks import require_device
+from evenroute.routing.settings.checks import require_device
 
 
 @dataclass(frozen=True)

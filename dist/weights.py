@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenroute.eplb._checks import describe, require_callable, require_instance, require_int
-from evenroute.routing.checks import require_device, require_tensor
+from evenroute.routing.settings.checks import require_device, require_tensor
 
 ALIGN = 512  # of a tensor's first byte inside an expert and inside a staging buffer
 LOADER_CALL = "loader(layer, expert)"

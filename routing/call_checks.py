@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from evenroute.eplb._checks import describe, require_bool, require_int
-from evenroute.routing.checks import (
+from evenroute.routing.output import RouteCall, RouteForm, RoutingOutput
+from evenroute.routing.settings.checks import (
     BIAS_DTYPES,
     ID_DTYPES,
     MARKER_DTYPES,
@@ -20,7 +21,6 @@ from evenroute.routing.checks import (
     require_output,
     require_tensor,
 )
-from evenroute.routing.output import RouteCall, RouteForm, RoutingOutput
 
 LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TARGET_DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)

@@ -20,12 +20,12 @@ from evenroute.dist.weights import ExpertWeights
 from evenroute.eplb.files.counts import read_logical_count
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.output import RoutingOutput
 from evenroute.routing.router import Router
-from evenroute.routing.simulated import LogitSource
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.simulated.source import LogitSource
+from evenroute.routing.tables.tables import DispatchTables
 from evenroute.tools.moe_driver import MoeDriver
 
 

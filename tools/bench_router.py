@@ -23,10 +23,10 @@ import torch
 from evenroute.eplb.placement.models import MODEL_SHAPES
 from evenroute.eplb.placement.placement import Placement, even_shares
 from evenroute.eplb.placement.topology import Topology
-from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.tables.tables import DispatchTables
 
 EP_SIZES = {"dsv3": 32, "kimi-k2": 64, "qwen3": 32, "kimi-k3": 128}
 ROWS = (1, 32, 256, 2048, 8192)

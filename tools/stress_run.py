@@ -20,12 +20,12 @@ from evenroute.dist.mover import TablesOnly
 from evenroute.eplb.files.counts import read_logical_count
 from evenroute.eplb.placement.file import load_placement
 from evenroute.eplb.placement.placement import Placement
-from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.output import RoutingOutput
 from evenroute.routing.router import Router
-from evenroute.routing.simulated import LogitSource
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.simulated.source import LogitSource
+from evenroute.routing.tables.tables import DispatchTables
 from evenroute.tools.stress_checks import Finding, StepChecks, stored_counts
 from evenroute.tools.stress_measure import ForwardCost, SegmentRecorder
 from evenroute.tools.stress_moe import MoeStress

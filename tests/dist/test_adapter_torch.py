@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from evenroute.dist.adapter_torch import MoeBlock, check_gate, find_blocks, router_config_of
-from evenroute.routing.config import RouterConfig
+from evenroute.routing.settings.config import RouterConfig
 from support.compiled import compile_planner
 from support.control_plane import RebalancerProcess, child_environment
 from support.torchrun import finish, start_torchrun

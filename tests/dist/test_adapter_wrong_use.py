@@ -22,7 +22,7 @@ from evenroute.dist.adapter_torch import (
     selection_bias,
 )
 from evenroute.dist.config import AgentConfig
-from evenroute.routing.config import RouterConfig
+from evenroute.routing.settings.config import RouterConfig
 from support import vllm_stand_in as vllm
 from support.refusals import refused
 from support.toy_moe import EXPERTS, TOP_K, Block, Gate, make_model

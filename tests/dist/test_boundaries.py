@@ -11,7 +11,7 @@ from evenroute.dist.address import check_bind, parse_address
 from evenroute.dist.job_lock import JobLock, LockHeldError
 from evenroute.dist.status import ControlClient
 from evenroute.eplb.placement.topology import Topology
-from evenroute.routing.config import RouterConfig
+from evenroute.routing.settings.config import RouterConfig
 
 
 def test_a_file_that_is_no_socket_is_never_bound_over(tmp_path: Path) -> None:

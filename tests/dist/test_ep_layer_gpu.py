@@ -12,9 +12,9 @@ from evenroute.dist.ep_layer import EpMoeLayer, moe_reference
 from evenroute.dist.expert_compute import SwiGluExperts, loop_over_slots
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.routing.config import RouterConfig
 from evenroute.routing.router import Router
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.tables.tables import DispatchTables
 
 pytestmark = pytest.mark.gpu
 

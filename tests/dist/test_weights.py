@@ -19,7 +19,7 @@ from evenroute.dist.staging import StagingBuffers
 from evenroute.dist.weights import ExpertWeights, row_bytes
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.tables.tables import DispatchTables
 from evenroute.tools.moe_driver import MoeDriver
 from support.moe_world import Case, build_world, check_weights
 from support.placements import random_placement

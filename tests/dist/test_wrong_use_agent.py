@@ -18,7 +18,7 @@ from evenroute.dist.agent import AgentConfig, RankAgent
 from evenroute.dist.mover import TablesOnly
 from evenroute.dist.process_groups import join_job, new_cpu_group
 from evenroute.routing.counters import ExpertCounters
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.tables.tables import DispatchTables
 from support.dist_wrong_use import E, L, arguments, one_rank, placement, refused
 
 NOTHING = (None, "x", [1], True, 1.5, math.nan, -1, 0, 10**5000, {}, object(), torch.zeros(2))

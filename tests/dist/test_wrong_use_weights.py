@@ -29,7 +29,7 @@ from evenroute.dist.migration_config import agree_on_numbers
 from evenroute.dist.mover import TablesOnly
 from evenroute.dist.staging import StagingBuffers
 from evenroute.dist.weights import ExpertWeights, checked_rows, row_bytes
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.tables.tables import DispatchTables
 from support.dist_wrong_use import E, H, I, L, floats, one_rank, placement, refused
 
 NOT_TENSORS = (None, "x", [[1.0]], True, 1.5, np.ones((E, H)))

@@ -191,10 +191,10 @@ def test_readme_engine_block_runs() -> None:
     from evenroute.dist.agent import AgentConfig, RankAgent
     from evenroute.eplb.placement.placement import Placement
     from evenroute.eplb.placement.topology import Topology
-    from evenroute.routing.config import RouterConfig
     from evenroute.routing.counters import ExpertCounters
     from evenroute.routing.router import Router
-    from evenroute.routing.tables import DispatchTables
+    from evenroute.routing.settings.config import RouterConfig
+    from evenroute.routing.tables.tables import DispatchTables
 
     classes = (
         AgentConfig,

@@ -15,10 +15,10 @@ from evenroute.dist.migration import MigrationConfig, WeightMover
 from evenroute.dist.weights import ExpertWeights
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.routing.config import RouterConfig
 from evenroute.routing.output import RoutingOutput
 from evenroute.routing.router import Router
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.tables.tables import DispatchTables
 from evenroute.tools.moe_driver import MoeDriver
 from support.placements import random_placement
 from support.rank_pool import Ranks

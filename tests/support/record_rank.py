@@ -22,10 +22,10 @@ from evenroute.dist.agent import AgentConfig, RankAgent
 from evenroute.dist.process_groups import join_job
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.tables.tables import DispatchTables
 from support.job_end import AgreedEnd
 
 

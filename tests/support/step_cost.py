@@ -25,7 +25,7 @@ from evenroute.dist.process_groups import join_job
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.tables.tables import DispatchTables
 
 L, E, P = 58, 256, 288
 

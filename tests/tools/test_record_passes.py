@@ -22,10 +22,10 @@ LAYERS, EXPERTS, SLOTS, TOP_K, RANKS = 3, 16, 20, 2, 4
 @pytest.mark.parametrize("max_file_bytes", [None, 2000])
 def test_router_and_recorder(tmp_path: Path, max_file_bytes: int | None) -> None:
     """What the dump holds is what the router chose and counted, up to the limit; routing never notices."""
-    from evenroute.routing.config import RouterConfig
     from evenroute.routing.counters import ExpertCounters
     from evenroute.routing.router import Router
-    from evenroute.routing.tables import DispatchTables
+    from evenroute.routing.settings.config import RouterConfig
+    from evenroute.routing.tables.tables import DispatchTables
 
     placement = Placement.initial(LAYERS, EXPERTS, SLOTS, Topology(RANKS))
     tables = DispatchTables(placement, ep_rank=1, device=torch.device("cpu"))

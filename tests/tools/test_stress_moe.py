@@ -13,9 +13,9 @@ import torch
 
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.routing.config import RouterConfig
 from evenroute.routing.router import Router
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.tables.tables import DispatchTables
 from evenroute.tools.moe_driver import MoeDriver
 from evenroute.tools.stress_checks import Finding
 from evenroute.tools.stress_moe import MoeSizes, MoeStress
