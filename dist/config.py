@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 
-from evenroute.dist.address import Address, parse_address
+from evenroute.dist.wire.address import Address, parse_address
 from evenroute.eplb._checks import (
     LEAST_S,
     MOST_S,
@@ -273,7 +273,7 @@ class RebalancerConfig:
         Files, folders, keys and a planner of one's own are looked at as they are on this host; no address is bound.
         `try_planner`: such a planner is also run, in a process of its own, on a tiny case (`--check-config`).
         """
-        from evenroute.dist.config_checks import check_files, check_own_planner
+        from evenroute.dist.rebalancer.host_checks import check_files, check_own_planner
 
         settings = self.rebalancer
         for name in ("bind", "store"):

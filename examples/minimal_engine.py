@@ -5,7 +5,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from evenroute.dist.agent import AgentConfig, RankAgent
+from evenroute.dist.rank.agent import AgentConfig, RankAgent
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters

@@ -71,7 +71,7 @@ def test_packages_are_listed() -> None:
 
 def test_git_and_ruff_see_the_folder_called_dist() -> None:
     ignored = subprocess.run(
-        ["git", "check-ignore", "dist/agent.py", "tests/dist/test_agent.py"],
+        ["git", "check-ignore", "dist/rank/agent.py", "tests/dist/test_agent.py"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -12,7 +12,7 @@ import torch.distributed as torch_dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.dist.agent import AgentConfig, RankAgent
+from evenroute.dist.rank.agent import AgentConfig, RankAgent
 from evenroute.eplb.loads.balance import Balancedness, balancedness, rank_loads
 from evenroute.eplb.placement.placement import Placement
 from evenroute.tools.bench_ep_options import Case

@@ -11,8 +11,8 @@ import torch.distributed as torch_dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.dist.expert_compute import expert_mlp
-from evenroute.dist.mover import LayerMover
+from evenroute.dist.engines.experts import expert_mlp
+from evenroute.dist.weights.mover import LayerMover
 from evenroute.eplb.placement.placement import Placement, PlacementRow
 from evenroute.routing.output import RoutingOutput
 from evenroute.tools.bench_moe_model import BenchModel

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as torch_dist
 from numpy.typing import NDArray
 
-from evenroute.dist.chunk_runner import ChunkRecord
-from evenroute.dist.exchange import MigrationError, Move, post
-from evenroute.dist.watchdog import end_process
+from evenroute.dist.weights.chunks import ChunkRecord
+from evenroute.dist.weights.exchange import MigrationError, Move, post
+from evenroute.dist.weights.watchdog import end_process
 from evenroute.eplb.loads.balance import balancedness, rank_loads
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.planner.plan import plan_placement

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evenroute.dist.transfer import plan_transfer
+from evenroute.dist.weights.transfer import plan_transfer
 from evenroute.eplb.placement.placement import Placement
 from evenroute.tools.bench_moe_model import BenchModel, GraphStep
 

@@ -12,11 +12,11 @@ import torch.distributed as torch_dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.dist.ep_layer import EpMoeLayer
-from evenroute.dist.expert_compute import SwiGluExperts, expert_mlp
-from evenroute.dist.migration import MigrationConfig, WeightMover
-from evenroute.dist.staging import layer_bytes
-from evenroute.dist.weights import ExpertWeights
+from evenroute.dist.engines.ep_layer import EpMoeLayer
+from evenroute.dist.engines.experts import SwiGluExperts, expert_mlp
+from evenroute.dist.weights.expert_weights import ExpertWeights
+from evenroute.dist.weights.staging import layer_bytes
+from evenroute.dist.weights.weight_mover import MigrationConfig, WeightMover
 from evenroute.eplb.files.counts import read_logical_count
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology

@@ -28,9 +28,10 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from evenroute.dist.agreement import Version
-from evenroute.dist.link import raise_file_limit
-from evenroute.dist.messages import (
+from evenroute.dist.client import query_status
+from evenroute.dist.protocol.agreement import Version
+from evenroute.dist.wire.link import raise_file_limit
+from evenroute.dist.wire.messages import (
     NO_KEY,
     Ack,
     Down,
@@ -50,7 +51,6 @@ from evenroute.dist.messages import (
     pack_placement,
     unpack_placement,
 )
-from evenroute.dist.status import query_status
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.store.writer import StoreReader

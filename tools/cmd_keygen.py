@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
         folder: Annotated[Path, typer.Argument(help="Folder for the new keys; made if absent.")],
     ) -> None:
         """Make CURVE keys: the rebalancer's, one for each role (rank, operator, viewer), and the list of known keys."""
-        from evenroute.dist.keys import generate_keys
+        from evenroute.dist.wire.keys import generate_keys
 
         for path in generate_keys(folder):
             typer.echo(path)

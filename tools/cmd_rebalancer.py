@@ -94,6 +94,6 @@ def register(app: typer.Typer) -> None:
                 typer.echo(f"warning: {warning}", err=True)
             typer.echo(f"settings are good: {settings.effective()}")
             return
-        from evenroute.dist.rebalancer import run_rebalancer
+        from evenroute.dist.rebalancer.process import run_rebalancer
 
         raise SystemExit(run_rebalancer(settings, take_over=take_over))

@@ -14,7 +14,7 @@ from evenroute.tools.errors import check_output, one_line_errors
 from evenroute.tools.report_words import one_line, short
 
 if TYPE_CHECKING:
-    from evenroute.dist.control import RankRecording, RankStatus, Status
+    from evenroute.dist.wire.control import RankRecording, RankStatus, Status
 
 MODES = ("stat", "per_pass", "per_token")
 _LISTED = 16
@@ -50,8 +50,8 @@ def register(app: typer.Typer) -> None:
         timeout: Timeout = 5.0,
     ) -> None:
         """Begin a recording; refused while one runs. Exit status 1 if some rank does not record."""
-        from evenroute.dist.control import RecordStart
-        from evenroute.dist.status import command
+        from evenroute.dist.client import command
+        from evenroute.dist.wire.control import RecordStart
 
         check_start(mode, name)
         request = RecordStart(per_rank=per_rank, mode=mode, name=name)  # type: ignore[arg-type]
@@ -63,8 +63,8 @@ def register(app: typer.Typer) -> None:
     @one_line_errors
     def stop(address: Address, keys: Keys = None, timeout: Timeout = 5.0) -> None:
         """End the recording; it can still be dumped. Exit status 1 if some rank's files are not finished."""
-        from evenroute.dist.control import RecordStop
-        from evenroute.dist.status import command
+        from evenroute.dist.client import command
+        from evenroute.dist.wire.control import RecordStop
 
         typer.echo(command(address, RecordStop(), keys=keys, timeout_s=timeout))
         raise typer.Exit(stopped(address, keys, timeout))
@@ -84,7 +84,7 @@ def register(app: typer.Typer) -> None:
 
         Of a recording of passes it also says where the ranks' own files are; without -o it says only that.
         """
-        from evenroute.dist.status import query_status
+        from evenroute.dist.client import query_status
 
         check_output("-o", output)
         status = query_status(address, keys=keys, timeout_s=timeout)
@@ -99,7 +99,7 @@ def register(app: typer.Typer) -> None:
 
 def check_start(mode: str, name: str) -> None:
     """ValueError where the options of `start` cannot be meant."""
-    from evenroute.dist.pass_messages import NAME_RULE, is_name
+    from evenroute.dist.wire.recording import NAME_RULE, is_name
 
     if mode not in MODES:
         raise ValueError(f"--mode {mode!r}, expected one of {', '.join(MODES)}")
@@ -111,8 +111,8 @@ def check_start(mode: str, name: str) -> None:
 
 def started(address: str, keys: Path | None, timeout_s: float) -> int:
     """Wait until every rank has said whether it records; the exit status. A recording that nobody makes is ended."""
-    from evenroute.dist.control import RecordStop
-    from evenroute.dist.status import command
+    from evenroute.dist.client import command
+    from evenroute.dist.wire.control import RecordStop
 
     known = {"recording", "ended", "refused", "failed", "lost"}
     status = _wait(address, keys, timeout_s, lambda rank: _state(rank) in known)
@@ -132,7 +132,7 @@ def started(address: str, keys: Path | None, timeout_s: float) -> int:
 
 def stopped(address: str, keys: Path | None, timeout_s: float) -> int:
     """After a recording of passes: wait for the ranks' files and list them; the exit status."""
-    from evenroute.dist.status import query_status
+    from evenroute.dist.client import query_status
 
     status = query_status(address, keys=keys, timeout_s=timeout_s)
     if status.recording_mode in ("", "stat"):
@@ -154,8 +154,8 @@ def _state(rank: RankStatus) -> str:
 
 def _wait(address: str, keys: Path | None, timeout_s: float, done: Callable[[RankStatus], bool]) -> Status:
     """The status once all ranks are `done`, or as it is after the limit."""
-    from evenroute.dist.control import StatusAnswer, StatusRequest
-    from evenroute.dist.status import ControlClient, RefusedError
+    from evenroute.dist.client import ControlClient, RefusedError
+    from evenroute.dist.wire.control import StatusAnswer, StatusRequest
 
     deadline = time.monotonic() + timeout_s
     with ControlClient(address, keys=keys, timeout_s=timeout_s) as client:
@@ -252,7 +252,7 @@ def write_dump(
     """Fetch a recording and write it; returns the number of windows and of tokens."""
     import numpy as np
 
-    from evenroute.dist.status import read_recording
+    from evenroute.dist.client import read_recording
     from evenroute.eplb.dump.format import DumpHeader
     from evenroute.eplb.dump.writer import DumpWriter
     from evenroute.eplb.loads.source import Window

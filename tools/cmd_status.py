@@ -12,7 +12,7 @@ from evenroute.tools.errors import one_line_errors
 from evenroute.tools.report_words import one_line
 
 if TYPE_CHECKING:
-    from evenroute.dist.control import RankStatus, Status
+    from evenroute.dist.wire.control import RankStatus, Status
 
 DEGRADED = 1
 SILENT_S = 5.0  # a rank that was heard, but not for so long, is silent; as in `evenroute top`
@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
         as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     ) -> None:
         """Ask a rebalancer how it is: state, versions, ranks, planner, counts. Exit 0, 1 degraded, 2 unreachable."""
-        from evenroute.dist.status import query_status
+        from evenroute.dist.client import query_status
 
         if not timeout > 0:
             raise ValueError(f"--timeout: {timeout:g} found, expected a number above 0")

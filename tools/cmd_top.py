@@ -59,8 +59,8 @@ def watch(
     from rich.console import Console
     from rich.live import Live
 
-    from evenroute.dist.control import Refused, StatusAnswer, StatusRequest
-    from evenroute.dist.status import ControlClient, RefusedError, UnreachableError
+    from evenroute.dist.client import ControlClient, RefusedError, UnreachableError
+    from evenroute.dist.wire.control import Refused, StatusAnswer, StatusRequest
     from evenroute.tools.report_top import Screen
 
     assert isinstance(console, Console)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 
-from evenroute.dist.agreement import AgreedState, Commit, Discard, Open, Version, vote_vector
-from evenroute.dist.mover import LayerMover
+from evenroute.dist.protocol.agreement import AgreedState, Commit, Discard, Open, Version, vote_vector
+from evenroute.dist.weights.mover import LayerMover
 from evenroute.eplb.placement.placement import Placement, PlacementRow
 
 

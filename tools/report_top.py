@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from evenroute.dist.control import RankStatus, Status
+from evenroute.dist.wire.control import RankStatus, Status
 from evenroute.tools.report_advice import duration
 from evenroute.tools.report_text import BLOCKS, number, sparkline
 from evenroute.tools.report_words import one_line, short

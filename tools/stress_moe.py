@@ -12,12 +12,12 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from evenroute.dist.ep_layer import EpMoeLayer
-from evenroute.dist.expert_compute import SwiGluExperts, swiglu
-from evenroute.dist.migration import MigrationConfig, WeightMover
-from evenroute.dist.mover import TableUpdater
-from evenroute.dist.staging import layer_bytes
-from evenroute.dist.weights import ExpertWeights
+from evenroute.dist.engines.ep_layer import EpMoeLayer
+from evenroute.dist.engines.experts import SwiGluExperts, swiglu
+from evenroute.dist.weights.expert_weights import ExpertWeights
+from evenroute.dist.weights.mover import TableUpdater
+from evenroute.dist.weights.staging import layer_bytes
+from evenroute.dist.weights.weight_mover import MigrationConfig, WeightMover
 from evenroute.eplb.placement.placement import Placement
 from evenroute.routing.output import RoutingOutput
 from evenroute.tools.stress_checks import Finding

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from evenroute.dist.address import parse_address
-from evenroute.dist.keys import load_client_keys
+from evenroute.dist.wire.address import parse_address
+from evenroute.dist.wire.keys import load_client_keys
 from evenroute.eplb.files.counts import read_logical_count
 from evenroute.eplb.placement.file import load_placement
 from evenroute.eplb.placement.models import MODEL_SHAPES, ModelShape

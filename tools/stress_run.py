@@ -15,8 +15,8 @@ import torch.distributed as torch_dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from evenroute.dist.agent import AgentConfig, RankAgent, StepResult
-from evenroute.dist.mover import TablesOnly
+from evenroute.dist.rank.agent import AgentConfig, RankAgent, StepResult
+from evenroute.dist.weights.mover import TablesOnly
 from evenroute.eplb.files.counts import read_logical_count
 from evenroute.eplb.placement.file import load_placement
 from evenroute.eplb.placement.placement import Placement

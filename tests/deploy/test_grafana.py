@@ -8,8 +8,8 @@ import urllib.request
 
 import pytest
 
-from evenroute.dist.messages import JobShape
-from evenroute.dist.metrics import COUNTERS, GAUGES, metric_names
+from evenroute.dist.rebalancer.metrics import COUNTERS, GAUGES, metric_names
+from evenroute.dist.wire.messages import JobShape
 from evenroute.tools.bench_transport import SimulatedJob
 from support.control_plane import RebalancerProcess, wait_for
 from support.dashboard import DASHBOARD, dashboard, queries

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenroute.dist.status import UnreachableError, query_status
+from evenroute.dist.client import UnreachableError, query_status
 from evenroute.tools import adapter_sglang
 from support.command import Outcome, evenroute
 from support.compiled import compile_planner

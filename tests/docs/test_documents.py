@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evenroute.dist.metrics import metric_names
+from evenroute.dist.rebalancer.metrics import metric_names
 from evenroute.tools import adapter_sglang
 from evenroute.tools.cli import command_names
 from support.command_lines import INLINE, all_flags, commands_in_line, parse_any, parse_evenroute, shell_lines
@@ -188,7 +188,7 @@ def test_readme_engine_block_runs() -> None:
     shown = [block for block in blocks if "RankAgent.start" in block]
     if not shown:
         pytest.skip("README.md shows no engine of one's own yet")
-    from evenroute.dist.agent import AgentConfig, RankAgent
+    from evenroute.dist.rank.agent import AgentConfig, RankAgent
     from evenroute.eplb.placement.placement import Placement
     from evenroute.eplb.placement.topology import Topology
     from evenroute.routing.counters import ExpertCounters

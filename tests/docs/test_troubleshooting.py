@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenroute.dist.ep_layer import moe_reference
+from evenroute.dist.engines.ep_layer import moe_reference
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.align.align import moe_align_block_size

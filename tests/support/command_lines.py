@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from evenroute.dist.keys import generate_keys
+from evenroute.dist.wire.keys import generate_keys
 from evenroute.tools.cli import build_app, command_names
 from evenroute.tools.stress import split_launcher_flag
 from evenroute.tools.stress_options import StressOptions, parse_options

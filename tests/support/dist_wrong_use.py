@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from evenroute.dist.agent import AgentConfig
+from evenroute.dist.rank.agent import AgentConfig
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters

@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.protocol_store import PlacementRow, RankWindow, Receipt, StaleEpochError, StoreError
+from evenroute.dist.protocol.store import PlacementRow, RankWindow, Receipt, StaleEpochError, StoreError
 from evenroute.eplb.placement.placement import Placement, row_digest
 
 

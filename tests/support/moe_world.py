@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenroute.dist.ep_layer import EpMoeLayer, moe_reference
-from evenroute.dist.expert_compute import SwiGluExperts
-from evenroute.dist.migration import MigrationConfig, WeightMover
-from evenroute.dist.weights import ExpertWeights
+from evenroute.dist.engines.ep_layer import EpMoeLayer, moe_reference
+from evenroute.dist.engines.experts import SwiGluExperts
+from evenroute.dist.weights.expert_weights import ExpertWeights
+from evenroute.dist.weights.weight_mover import MigrationConfig, WeightMover
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.output import RoutingOutput

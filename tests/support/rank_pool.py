@@ -29,7 +29,7 @@ PRELOAD = [
     "torch.distributed",
     "hypothesis",
     "pytest",
-    "evenroute.dist.ep_layer",
+    "evenroute.dist.engines.ep_layer",
     "evenroute.tools.moe_driver",
 ]
 

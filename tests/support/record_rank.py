@@ -18,8 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 
-from evenroute.dist.agent import AgentConfig, RankAgent
-from evenroute.dist.process_groups import join_job
+from evenroute.dist.groups import join_job
+from evenroute.dist.rank.agent import AgentConfig, RankAgent
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters

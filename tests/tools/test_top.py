@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from evenroute.dist.control import Status
+from evenroute.dist.wire.control import Status
 from evenroute.tools.report_top import Screen, changes
 from support.command import assert_one_line_error, evenroute, evenroute_without
 from support.control_plane import patience, wait_for

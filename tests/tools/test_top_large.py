@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evenroute.dist.messages import JobShape
+from evenroute.dist.wire.messages import JobShape
 from evenroute.tools.bench_transport import SimulatedJob
 from support.control_plane import RebalancerProcess, child_environment
 
