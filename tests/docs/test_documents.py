@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from evenroute.dist.rebalancer.metrics import metric_names
-from evenroute.tools import adapter_sglang
+from evenroute.tools import sglang as adapter_sglang
 from evenroute.tools.cli import command_names
 from support.command_lines import INLINE, all_flags, commands_in_line, parse_any, parse_evenroute, shell_lines
 from support.deploy_files import ROOT
@@ -91,7 +91,7 @@ def test_commands_are_parsed_by_the_real_command_line(path: Path) -> None:
             words = filled(argv)
             if argv[0].endswith("evenroute") and len(argv) == 1:
                 continue
-            if argv[1:3] == ["-m", "evenroute.tools.adapter_sglang"]:
+            if argv[1:3] == ["-m", "evenroute.tools.sglang"]:
                 if len(argv) > 3:
                     adapter_sglang.build_parser().parse_args(words[3:])
             elif argv[0].endswith("evenroute") and (is_template(words) or len(argv) == 2 or "--help" in argv):

@@ -19,7 +19,7 @@ from evenroute.routing.output import RoutingOutput
 from evenroute.routing.router import Router
 from evenroute.routing.settings.config import RouterConfig
 from evenroute.routing.tables.tables import DispatchTables
-from evenroute.tools.moe_driver import MoeDriver
+from evenroute.tools.run.driver import MoeDriver
 from support.placements import random_placement
 from support.rank_pool import Ranks
 

@@ -30,7 +30,7 @@ PRELOAD = [
     "hypothesis",
     "pytest",
     "evenroute.dist.engines.ep_layer",
-    "evenroute.tools.moe_driver",
+    "evenroute.tools.run.driver",
 ]
 
 

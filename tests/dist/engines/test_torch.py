@@ -18,7 +18,7 @@ from support.control_plane import RebalancerProcess, child_environment
 from support.torchrun import finish, start_torchrun
 from support.toy_moe import EXPERTS, HIDDEN, TOP_K, Block, Gate, SoftmaxGate, make_model
 
-WORKER = Path(__file__).resolve().parents[1] / "support/adapted_rank.py"
+WORKER = Path(__file__).resolve().parents[2] / "support/adapted_rank.py"
 
 
 def test_blocks_and_routing_form_are_found() -> None:

@@ -132,7 +132,7 @@ def test_addresses_and_who_can_reach_them():
 
 
 def test_the_shipped_settings_file_is_good():
-    path = Path(__file__).resolve().parents[2] / "deploy" / "systemd" / "evenroute.toml"
+    path = Path(__file__).resolve().parents[3] / "deploy" / "systemd" / "evenroute.toml"
     if not path.exists():
         pytest.skip("deploy/systemd/evenroute.toml is not here")
     load_config(path)

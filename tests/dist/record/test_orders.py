@@ -14,7 +14,7 @@ from evenroute.dist.rebalancer.recording import PassRecording, Recorder
 from evenroute.dist.wire.control import Done, RankRecording, Recorded, RecordRead, RecordStart, Refused
 from evenroute.dist.wire.recording import RecordReport
 from evenroute.eplb.store.writer import HistoryStore, RankWindow
-from evenroute.tools.cmd_record import rank_lines, summary_lines
+from evenroute.tools.commands.record import rank_lines, summary_lines
 from support.fake_control import status
 from support.pass_rank import EPOCH, JOB, RUN, WANTED, View, due
 

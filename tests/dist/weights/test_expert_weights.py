@@ -20,7 +20,7 @@ from evenroute.dist.weights.weight_mover import MigrationConfig, WeightMover
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.tables.tables import DispatchTables
-from evenroute.tools.moe_driver import MoeDriver
+from evenroute.tools.run.driver import MoeDriver
 from support.moe_world import Case, build_world, check_weights
 from support.placements import random_placement
 from support.rank_pool import Ranks, rank_pool

@@ -20,7 +20,7 @@ from evenroute.dist.weights.exchange import InFlight, MigrationError
 from evenroute.dist.weights.transfer import plan_transfer
 from evenroute.dist.weights.watchdog import StallWatchdog
 from evenroute.eplb.placement.placement import Placement, PlacementRow
-from evenroute.tools.moe_driver import VoteFailedError
+from evenroute.tools.run.driver import VoteFailedError
 from support.moe_world import (
     Case,
     World,

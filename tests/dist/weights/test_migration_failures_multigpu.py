@@ -16,7 +16,7 @@ SMALL += ["--intermediate", "256", "--chunk-mib", "2"]
 
 
 def _bench(*flags: str, limit_s: float) -> tuple[subprocess.CompletedProcess[str], float]:
-    command = [sys.executable, "-m", "evenroute.tools.bench_migration", *SMALL, *flags]
+    command = [sys.executable, "-m", "evenroute.tools.bench.migration", *SMALL, *flags]
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     return done, time.monotonic() - began
