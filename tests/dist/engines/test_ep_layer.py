@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evenroute.dist.engines.ep_layer import EpMoeLayer, moe_reference
-from evenroute.dist.engines.experts import ROW_BLOCK, BlockScaledExperts, SwiGluExperts, loop_over_slots
+from evenroute.dist.engines.experts import ROW_BLOCK, SwiGluExperts, loop_over_slots
 from support.rank_pool import Ranks, rank_pool
 
 HIDDEN, WIDE = 24, 16
