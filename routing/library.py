@@ -24,14 +24,14 @@ class _Compiled:
     def __init__(self, router: Router, owner: Router | GateRouter) -> None:
         self._owner = owner  # keeps the handle valid
         self.handle = register(owner)
-        self.emit = router.form.emit
+        self.emit = router.plan.emit
         self.tables = router.tables.storage
-        self.seed = router.form.seed
+        self.seed = router.plan.seed
         self.counts = router.counters.counts
         self.tickets = router.counters.tickets
         config = router.config
         self.top_k, self.num_shared = config.top_k, config.num_shared_experts
-        self.num_buckets = router.form.num_buckets
+        self.num_buckets = router.plan.num_buckets
         self.factor, self.applied = config.routed_scaling_factor, config.apply_routed_scaling_factor
 
     def _output(self, outputs: Outputs) -> RoutingOutput:

@@ -52,7 +52,7 @@ def _with_counters(router: Router, counts: Tensor, tickets: Tensor | None) -> Ro
     counters.counts, counters.tickets = counts, tickets
     other = copy.copy(router)
     other.counters = counters
-    other.form = replace(router.form, counters=counters)
+    other.plan = replace(router.plan, counters=counters)
     return other
 
 
@@ -78,8 +78,8 @@ def _fake_outputs(router: Router, num_tokens: int, like: Tensor) -> Outputs:
     def one(name: str, dtype: torch.dtype = torch.int32) -> Tensor:
         shape: tuple[int, ...] = (num_tokens, router.config.num_columns)
         if name == "slot_histogram":
-            shape = (router.form.num_buckets,)
-        return like.new_empty(shape if name in router.form.emit else (0,), dtype=dtype)
+            shape = (router.plan.num_buckets,)
+        return like.new_empty(shape if name in router.plan.emit else (0,), dtype=dtype)
 
     return (
         one("weights", torch.float32),

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evenroute.routing.config import RouterConfig
-from evenroute.routing.dispatch import waterfill_ranks
+from evenroute.routing.waterfill import waterfill_ranks
 from evenroute.routing.reference import (
     finish_weights,
     gather_scores,

@@ -12,7 +12,7 @@ import torch
 from evenroute.eplb.placement import Placement
 from evenroute.eplb.topology import Topology
 from evenroute.routing.align import AlignBuffers, moe_align_block_size, moe_align_block_size_torch
-from evenroute.routing.dispatch import waterfill_ranks
+from evenroute.routing.waterfill import waterfill_ranks
 from evenroute.routing.formats import (
     BypassedRouting,
     PackedRouting,
