@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from evenroute.routing._types import Columns, Emit, TableColumns
-from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
-from evenroute.routing.dispatch import Mode
-from evenroute.routing.tables import DispatchTables, fits_payload
+from evenroute.routing.kernels.types import Columns, Emit, TableColumns
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.settings.modes import Mode
+from evenroute.routing.tables.tables import DispatchTables, fits_payload
 
 OUTPUT_NAMES = ("weights", "physical_ids", "logical_ids", "local_ids", "packed_ids", "slot_histogram")
 DEFAULT_EMIT = ("weights", "physical_ids")
@@ -52,7 +52,7 @@ class RoutingOutput:
 class RouterPlan:
     """What is fixed for a router's life: `route_kernel` and `route_reference` are functions of (plan, call).
 
-    mode            how slots are found, a row of `dispatch.MODES`
+    mode            how slots are found, a row of `settings.modes.MODES`
     num_buckets     number of physical ids, shared slots included
     """
 

@@ -13,13 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evenroute.routing.checks import (
-    BIAS_DTYPES,
-    MARKER_DTYPES,
-    WEIGHT_DTYPES,
-    require_tensor,
-)
-from evenroute.routing.config import MAX_EXPERTS, RouterConfig
+from evenroute.eplb._checks import require_instance, require_int
 from evenroute.routing.dispatch import (
     deal_tickets,
     hash_rows,
@@ -29,7 +23,13 @@ from evenroute.routing.dispatch import (
     spans,
 )
 from evenroute.routing.output import RouteCall, RouterPlan, RoutingOutput
-from evenroute.routing.values import require_instance, require_int
+from evenroute.routing.settings.checks import (
+    BIAS_DTYPES,
+    MARKER_DTYPES,
+    WEIGHT_DTYPES,
+    require_tensor,
+)
+from evenroute.routing.settings.config import MAX_EXPERTS, RouterConfig
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenroute.eplb._checks import describe, require_bool, require_choice, require_instance, require_int
 from evenroute.routing.call_checks import check_call, num_rows, require_logits
-from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
-from evenroute.routing.dispatch import find_mode
 from evenroute.routing.output import (
     DEFAULT_EMIT,
     OUTPUT_NAMES,
@@ -22,8 +21,9 @@ from evenroute.routing.output import (
     allocate_output,
 )
 from evenroute.routing.reference import route_reference
-from evenroute.routing.tables import DispatchTables
-from evenroute.routing.values import describe, require_bool, require_choice, require_instance, require_int
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.settings.modes import find_mode
+from evenroute.routing.tables.tables import DispatchTables
 from evenroute.routing.waterfill import waterfill_columns
 
 BACKENDS = ("auto", "reference", "triton", "interpret")
@@ -189,7 +189,7 @@ class Router:
         if self.backend == "reference":
             route_reference(self.plan, call, out)
         else:
-            from evenroute.routing.route_kernel import route_kernel
+            from evenroute.routing.launch import route_kernel
 
             route_kernel(self.plan, call, out, pdl=self.pdl)
         if self.config.shared_mode == "waterfill" and self.config.num_shared_experts:

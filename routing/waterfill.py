@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evenroute.routing.checks import require_tensor
+from evenroute.eplb._checks import require_int
 from evenroute.routing.output import RouteCall, RouterPlan, RoutingOutput
-from evenroute.routing.values import require_int
+from evenroute.routing.settings.checks import require_tensor
 
 _LOAD_DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)
 

@@ -1,0 +1,173 @@
+"""The routing launch on the device: `route_kernel(plan, call, out)`, signature and results of `route_reference`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenroute.routing.dispatch import hash_salt
+from evenroute.routing.kernels.plan import plan_launch, supports_groups
+from evenroute.routing.kernels.route import route
+from evenroute.routing.kernels.types import Counting, RouteConstants, Score, Weighing
+from evenroute.routing.output import RouteCall, RouterPlan, RoutingOutput
+from evenroute.routing.reference import gather_scores, score_experts, select_experts
+from evenroute.routing.settings.config import RouterConfig
+
+# From this many rows on tickets use several copies of their words: exact up to here, within 2 % above.
+EXACT_ROWS = 256
+INTERPRETED_ROWS = 8
+
+
+def route_kernel(
+    plan: RouterPlan, call: RouteCall, out: RoutingOutput, *, pdl: bool = False
+) -> RoutingOutput:
+    """Route one batch into `out` with one launch (none for an empty batch)."""
+    if call.num_tokens == 0:
+        if "slot_histogram" in plan.emit:
+            assert out.slot_histogram is not None
+            out.slot_histogram.zero_()
+        return out
+    if call.given_ids is None and call.expert_ids_by_token is None and not supports_groups(plan.config):
+        call = choose_on_host_path(plan.config, call)
+    grid, arguments, constants, options = launch_arguments(plan, call, out, pdl)
+    route[grid](*arguments, constants, **options)
+    return out
+
+
+@torch.no_grad()
+def choose_on_host_path(config: RouterConfig, call: RouteCall) -> RouteCall:
+    """More than 32 groups: the choice in torch operations on the device, the rest in the kernel."""
+    assert call.logits is not None
+    scores = score_experts(call.logits, config, call.bias, call.marked_bias, call.token_marker)
+    ids = select_experts(scores.keys, config)
+    weights = gather_scores(scores, ids)
+    return RouteCall(
+        num_tokens=call.num_tokens,
+        layer=call.layer,
+        given_ids=ids.to(torch.int32),
+        given_weights=weights,
+        num_valid_tokens=call.num_valid_tokens,
+        row_offset=call.row_offset,
+        count=call.count,
+    )
+
+
+def _bias(tensor: Tensor) -> Tensor:
+    """A bias as kernels take it: rows contiguous, and of 16 bits at least (no bits are lost)."""
+    return _rows_contiguous(tensor if tensor.element_size() > 1 else tensor.float())
+
+
+def _rows_contiguous(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def launch_arguments(
+    plan: RouterPlan, call: RouteCall, out: RoutingOutput, pdl: bool = False
+) -> tuple[tuple[int], list[Any], RouteConstants, dict[str, Any]]:
+    """(grid, arguments, constants, compiler and launch options) of one launch."""
+    tables, counters = plan.tables, plan.counters
+    constants = launch_constants(plan, call, pdl)
+    if not out.weights.is_cuda:
+        # The interpreter runs programs one after the other: wide ones cost it no more than narrow ones.
+        constants = with_rows(constants, INTERPRETED_ROWS)
+    unused = plan.seed
+    logits = unused if call.logits is None else _rows_contiguous(call.logits)
+    bias = unused if call.bias is None else _bias(call.bias)
+    marker = call.token_marker
+    if marker is not None and marker.dtype == torch.bool:
+        marker = marker.view(torch.uint8)
+    by_ticket = plan.mode.pick == "ticket" and counters.tickets is not None
+
+    def given(tensor: Tensor | None) -> Tensor:
+        return unused if tensor is None else tensor.contiguous()
+
+    arguments: list[Any] = [
+        out.weights,
+        out.physical_ids,
+        given(out.logical_ids),
+        given(out.local_ids),
+        given(out.packed_ids),
+        given(out.slot_histogram),
+        plan.histogram_scratch() if "slot_histogram" in plan.emit else unused,
+        counters.counts[call.layer],
+        counters.tickets[call.layer] if by_ticket else unused,  # type: ignore[index]
+        logits,
+        bias,
+        unused if call.marked_bias is None else _bias(call.marked_bias),
+        given(marker),
+        given(call.given_ids),
+        given(call.given_weights),
+        given(call.expert_ids_by_token),
+        given(call.token_ids),
+        given(call.num_valid_tokens),
+        plan.seed,
+        tables.layer_rows[call.layer],
+        call.num_tokens,
+        0 if call.logits is None else logits.stride(0),
+        bias.stride(0) if call.bias is not None and call.bias.dim() == 2 else 0,
+        0 if call.expert_ids_by_token is None else call.expert_ids_by_token.shape[0],
+        _signed32(call.row_offset & 0xFFFFFFFF),  # the hash takes rows modulo 2**32
+        _signed32(hash_salt(plan.mode, tables.ep_rank)),
+        tables.ep_rank,
+    ]
+    grid = (-(-call.num_tokens // constants.plan.layout.rows),)
+    options: dict[str, Any] = {"num_warps": constants.plan.warps}
+    if constants.plan.registers is not None and out.weights.is_cuda:
+        options["maxnreg"] = constants.plan.registers
+    if pdl:
+        options["launch_pdl"] = True
+    return grid, arguments, constants, options
+
+
+def with_rows(constants: RouteConstants, rows: int) -> RouteConstants:
+    """The same with another number of rows a program."""
+    plan = constants.plan
+    return constants._replace(plan=plan._replace(layout=plan.layout._replace(rows=rows)))
+
+
+def launch_constants(plan: RouterPlan, call: RouteCall, pdl: bool) -> RouteConstants:
+    """What the kernel is compiled for, of one launch."""
+    config, counters = plan.config, plan.counters
+    source = "logits"
+    if call.given_ids is not None:
+        source = "given"
+    elif call.expert_ids_by_token is not None:
+        source = "table"
+    several_copies = call.num_tokens > EXACT_ROWS and not plan.mode.weighted
+    biased = source != "given"
+    plain, marked = call.bias is not None, call.marked_bias is not None
+    return RouteConstants(
+        source=source,
+        plan=plan_launch(config, call.num_tokens),
+        score=Score(
+            scoring=config.scoring,
+            softcap=float(config.softcap or 0.0),
+            plain_bias=plain and biased,
+            marked_bias=marked and biased,
+            bias_on_score=config.bias_domain == "score" and (plain or marked),
+            payload=plan.payload,
+        ),
+        weighing=Weighing(
+            by_id=config.column_order == "expert_id",
+            renormalize=config.renormalize,
+            epsilon=float(config.renormalize_epsilon),
+            scale=float(config.routed_scaling_factor) if config.apply_routed_scaling_factor else 1.0,
+        ),
+        mode=plan.mode,
+        table=plan.table_columns,
+        counting=Counting(
+            call.count,
+            counters.copies,
+            counters.ticket_copies if several_copies else 1,
+            counters.ticket_stride,
+        ),
+        columns=plan.columns,
+        padding=call.num_valid_tokens is not None,
+        pdl=pdl,
+    )
+
+
+def _signed32(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value
