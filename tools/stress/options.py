@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from evenroute.dist.wire.address import parse_address
 from evenroute.dist.wire.keys import load_client_keys
-from evenroute.eplb.files.counts import read_logical_count
+from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.file import load_placement
 from evenroute.eplb.placement.models import MODEL_SHAPES, ModelShape
 from evenroute.eplb.placement.placement import Placement
