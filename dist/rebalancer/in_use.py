@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from evenroute.dist.protocol.rebalancer import Phase, RebalancerCore
+from evenroute.dist.protocol.rebalancer import RebalancerCore
+from evenroute.dist.protocol.types import Phase
 from evenroute.dist.wire.messages import NO_KEY
 from evenroute.eplb.store.schema import IN_USE_EVENT, encode_in_use
 

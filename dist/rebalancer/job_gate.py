@@ -6,7 +6,7 @@ import logging
 
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.rebalancer.log import LimitedLog
-from evenroute.dist.wire.messages import JobShape, Status
+from evenroute.dist.wire.messages import JobShape, RankStatus
 
 LIVE_S = 3.5  # a rank that was heard so lately is alive: three heartbeats
 _LOOK_S = 0.5
@@ -33,7 +33,7 @@ class JobGate:
     def refuses(self, message: object, now: float) -> bool:
         """Whether to drop this message of a rank (counted)."""
         view = self._core.view
-        if not isinstance(message, Status) or view is None:
+        if not isinstance(message, RankStatus) or view is None:
             return False
         if view.run != self._run:
             self._run, self._since, self._looked_at = view.run, now, float("-inf")

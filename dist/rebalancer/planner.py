@@ -25,7 +25,8 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from evenroute.dist.config import DEFAULT_PLANNER, PlannerSettings
-from evenroute.dist.wire.messages import WirePlacement, pack_placement
+from evenroute.dist.wire.messages import JobShape, WirePlacement
+from evenroute.dist.wire.placement import pack_placement, unpack_placement
 from evenroute.eplb.loads.balance import Balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
@@ -85,15 +86,6 @@ class PlannerError(RuntimeError):
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
         self.kind = kind
-
-
-def _placement(wire: WirePlacement) -> Placement:
-    shape = (wire.num_layers, wire.num_slots)
-    shares = (
-        None if wire.shares is None else np.frombuffer(wire.shares, "<u2").astype(np.uint16).reshape(shape)
-    )
-    slots = np.frombuffer(wire.physical_to_logical, "<i4").astype(np.int32).reshape(shape)
-    return Placement(slots, wire.num_logical_experts, Topology(wire.ep_size, wire.num_nodes), shares)
 
 
 # ------------------------------------------------------------------------------------------ parent
@@ -283,7 +275,9 @@ def plan(request: PlanRequest) -> PlanReply:
     """Run the planner on one request; its exceptions come back as text."""
     try:
         function = _find(request.function)
-        current = _placement(request.current)
+        wire = request.current
+        shape = (wire.num_layers, wire.num_logical_experts, wire.num_slots, wire.ep_size, wire.num_nodes)
+        current = unpack_placement(wire, JobShape(*shape))
         loads: NDArray[np.float64] = (
             np.frombuffer(request.loads, "<f8").reshape(current.num_layers, -1).astype(np.float64)
         )

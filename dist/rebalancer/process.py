@@ -23,10 +23,9 @@ import msgspec
 import zmq
 
 from evenroute.dist.config import RebalancerConfig, set_up_logging
-from evenroute.dist.protocol.rebalancer import Outgoing, Phase, RebalancerCore
-from evenroute.dist.protocol.rebalancer import RebalancerConfig as CoreConfig
+from evenroute.dist.protocol.rebalancer import RebalancerCore
+from evenroute.dist.protocol.types import Outgoing, Phase, Timeouts
 from evenroute.dist.rebalancer.control import ControlService
-from evenroute.dist.rebalancer.core_store import CoreStore
 from evenroute.dist.rebalancer.file_watch import FileWatch
 from evenroute.dist.rebalancer.in_use import InUseLog
 from evenroute.dist.rebalancer.job_gate import JobGate
@@ -45,12 +44,12 @@ from evenroute.dist.wire.messages import (
     JobShape,
     MessageError,
     PlacementMessage,
-    Window,
+    RankWindow,
     decode_up,
     encode,
 )
 from evenroute.eplb._checks import require_bool, require_instance
-from evenroute.eplb.store.writer import RankState, StaleEpochError, StoreError
+from evenroute.eplb.store.writer import HistoryStore, RankState, StaleEpochError, StoreError
 
 __all__ = ["Rebalancer", "run_rebalancer"]
 
@@ -76,7 +75,7 @@ class Rebalancer:
         self._lock = JobLock(_lock_paths(settings.store, self.address), take_over=take_over)
         self._metrics: MetricsServer | None = None
         self._link: RouterLink | None = None
-        self._store: CoreStore | None = None
+        self._store: HistoryStore | None = None
         self._wake: tuple[socket.socket, socket.socket] | None = None
         try:
             self._open(time.monotonic())
@@ -87,7 +86,7 @@ class Rebalancer:
     def _open(self, now: float) -> None:
         settings, security = self.config.rebalancer, self.config.security
         self._lock.hold_store(_STORE_FIELD, Path(settings.store))
-        self._store = CoreStore(Path(settings.store), self._shape)
+        self._store = HistoryStore(Path(settings.store), background_checkpoint=True)
         self._lock.hold_store(_STORE_FIELD, Path(settings.store))  # it is there now at the latest
         keys = load_server_keys(Path(security.keys)) if security.keys else None
         self._link = RouterLink(
@@ -96,14 +95,14 @@ class Rebalancer:
             keys=keys,
             max_message_bytes=settings.max_message_bytes,
         )
-        core_config = CoreConfig(
+        timeouts = Timeouts(
             publish_timeout_s=settings.version_limit_s,
             max_publish_timeout_s=max(3600.0, settings.version_limit_s),
             pid=os.getpid(),
         )
         self.core = RebalancerCore(
             self._store,
-            core_config,
+            timeouts,
             random_bits=secrets.randbits,
             stamp=time.time,
             accept_job=self._accept_job,
@@ -124,7 +123,7 @@ class Rebalancer:
         self._status_at = self._housekeeping_at = now
         self._encoded: tuple[Down | None, bytes] = (None, b"")
         self._stop_signal = 0
-        self._windows: list[tuple[bytes, Window]] = []
+        self._windows: list[tuple[bytes, RankWindow]] = []
         self._batch_at = 0.0
         self._placed_message: PlacementMessage | None = None
         self._placed_at: dict[bytes, float] = {}
@@ -138,10 +137,6 @@ class Rebalancer:
                 lambda: self._last_status,
                 settings.max_rank_silence_s,
             )
-
-    def _shape(self) -> JobShape:
-        assert self.core.view is not None
-        return self.core.view.job
 
     def _accept_job(self, job: JobShape) -> str | None:
         groups, nodes = self.config.planner.num_groups, job.num_nodes
@@ -232,7 +227,7 @@ class Rebalancer:
                     self._link.send(received.peer, encode_control(answer), control=True)
                 continue
             message = self._decode(received)
-            if isinstance(message, Window):
+            if isinstance(message, RankWindow):
                 self._note_merged(message)
                 if not self._windows:
                     self._batch_at = now + _BATCH_S
@@ -246,7 +241,7 @@ class Rebalancer:
         if self._windows and time.monotonic() >= self._batch_at:
             self._store_batch()
 
-    def _note_merged(self, window: Window) -> None:
+    def _note_merged(self, window: RankWindow) -> None:
         """A rank's window that covers more steps than the run's shortest: unsent ones were merged in it."""
         if window.run != self._merged_run:
             self._merged_run, self._shortest = window.run, 0

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
-from evenroute.dist.protocol.agreement import Key
-from evenroute.dist.wire.messages import NO_KEY
+from evenroute.dist.wire.messages import NO_KEY, Key
 from evenroute.eplb.dump.format import DumpHeader
 from evenroute.eplb.dump.writer import DumpWriter
 from evenroute.eplb.loads.source import PlacementEvent, Window

@@ -20,9 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.protocol.agreement import Key
 from evenroute.dist.record.files import FullError, PassFiles
-from evenroute.dist.wire.messages import JobShape
+from evenroute.dist.wire.messages import JobShape, Key
 from evenroute.dist.wire.recording import OVER, RankState, RecordOrder, RecordReport
 from evenroute.eplb.dump.format import DumpHeader, narrow
 from evenroute.eplb.loads.source import Window

@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.dist.protocol.agreement import Key
 from evenroute.dist.record.session import PassSession, TokenPass
-from evenroute.dist.wire.messages import JobShape
+from evenroute.dist.wire.messages import JobShape, Key
 from evenroute.eplb.placement.placement import PlacementRow
 
 _EXTRA = ("token_ids", "positions")

@@ -38,19 +38,18 @@ from evenroute.dist.wire.messages import (
     JobShape,
     Key,
     PlacementMessage,
+    RankStatus,
+    RankWindow,
     Rows,
     RowsRequest,
     Snapshot,
     SnapshotRequest,
-    Status,
     Token,
     Up,
-    Window,
     decode_down,
     encode,
-    pack_placement,
-    unpack_placement,
 )
+from evenroute.dist.wire.placement import pack_placement, unpack_placement
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.store.writer import StoreReader
@@ -71,7 +70,7 @@ class SimulatedRank:
     next_window_at: float
     next_status_at: float
     seq: int = 0
-    in_flight: Window | None = None
+    in_flight: RankWindow | None = None
     sent_at: float = 0.0
     held: Key = NO_KEY
     held_at: float = 0.0
@@ -171,7 +170,7 @@ class SimulatedJob:
     def _window(self, rank: SimulatedRank, now: float) -> None:
         rank.seq += 1
         first = (rank.seq - 1) * 16
-        rank.in_flight = Window(
+        rank.in_flight = RankWindow(
             self.run, rank.rank, rank.seq, first, first + 15, self._tokens, self._counts_bytes
         )
         rank.sent_at = now
@@ -179,14 +178,14 @@ class SimulatedJob:
         self.sent += 1
         self._send(rank, rank.in_flight)
 
-    def _status(self, rank: SimulatedRank) -> Status:
+    def _status(self, rank: SimulatedRank) -> RankStatus:
         live = self._live
         keys = np.array([live.key] * self.job.num_layers, "<i8").tobytes()
         digests = np.array(live.row_digests, "<i8").tobytes()
         held = self._versions[rank.held]
         # The agreed part counts votes; here a vote is decided whenever the live version changes.
         vote = len(self._versions) - 1
-        return Status(
+        return RankStatus(
             self.run,
             rank.rank,
             self.job,
