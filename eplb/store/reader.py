@@ -163,9 +163,8 @@ class StoreReader:
                 num_nodes=nodes,  # type: ignore[arg-type]
             )
             moved = np.frombuffer(moves, dtype="<i8").astype(np.int64)  # type: ignore[call-overload]
-            yield PublishedPlacement(
-                time, epoch, version, placement, before, predicted, moved, policy, reason
-            )  # type: ignore[arg-type]
+            about = (placement, before, predicted, moved, policy, reason)
+            yield PublishedPlacement(time, epoch, version, *about)  # type: ignore[arg-type]
 
     def row(self, digest: int) -> PlacementRow | None:
         """The layer's row kept under `digest`; None when unknown."""
