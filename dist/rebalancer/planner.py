@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from evenroute.dist.config import DEFAULT_PLANNER, PlannerSettings
 from evenroute.dist.rebalancer.planner_child import LENGTH_BYTES, PlanReply, PlanRequest
-from evenroute.dist.wire.messages import pack_placement
+from evenroute.dist.wire.placement import pack_placement
 from evenroute.eplb.placement.placement import Placement
 
 _CHILD = "evenroute.dist.rebalancer.planner_child"

@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
-from evenroute.dist.protocol.agreement import Key
-from evenroute.dist.wire.messages import NO_KEY, JobShape
+from evenroute.dist.wire.messages import NO_KEY, JobShape, Key
 from evenroute.eplb.dump.format import DumpHeader
 from evenroute.eplb.dump.writer import DumpWriter
 from evenroute.eplb.loads.source import LoadWindow, PlacementEvent

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.protocol.agreement import Key
 from evenroute.dist.record.files import DumpFiles, FullError, RecorderSettings
+from evenroute.dist.wire.messages import Key
 from evenroute.dist.wire.recording import OVER, RankState, RecordOrder, RecordReport
 from evenroute.eplb.dump.format import DumpHeader, narrow
 from evenroute.eplb.loads.source import LoadWindow
