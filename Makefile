@@ -7,7 +7,7 @@ BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
 TORCH   := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' constraints.txt)
 # Strict editable installs link file by file, so a new or renamed file needs a new install.
-SOURCES := $(shell ls eplb/*.py routing/*.py dist/*.py tools/*.py 2>/dev/null | cksum | cut -d' ' -f1)
+SOURCES := $(shell find evenroute eplb routing dist tools -name '*.py' 2>/dev/null | sort | cksum | cut -d' ' -f1)
 STAMP   := $(VENV)/.installed-$(SOURCES)
 export OMP_NUM_THREADS ?= 1
 
@@ -37,7 +37,7 @@ demo: install
 
 # Compiled here once, so that no test waits for the compiler of the planner.
 test: install
-	$(BIN)/python -c 'from evenroute.eplb.warm_up import warm_up; warm_up()'
+	$(BIN)/python -c 'from evenroute.eplb.planner.warm_up import warm_up; warm_up()'
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not multigpu"
 
 test-slow: install

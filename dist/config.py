@@ -18,10 +18,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 
-from evenroute.dist.address import Address, parse_address
-from evenroute.dist.checks import LEAST_S, MOST_S, require_path, require_text, shown
-from evenroute.eplb.regular_files import read_input_text
-from evenroute.routing.values import describe, require_choice
+from evenroute.dist.wire.address import Address, parse_address
+from evenroute.eplb._checks import (
+    LEAST_S,
+    MOST_S,
+    describe,
+    require_choice,
+    require_path,
+    require_text,
+    shown,
+)
+from evenroute.eplb._io import read_input_text
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 POLICIES = ("auto", "global", "hierarchical", "incremental", "weighted")
@@ -266,7 +273,7 @@ class RebalancerConfig:
         Files, folders, keys and a planner of one's own are looked at as they are on this host; no address is bound.
         `try_planner`: such a planner is also run, in a process of its own, on a tiny case (`--check-config`).
         """
-        from evenroute.dist.config_checks import check_files, check_own_planner
+        from evenroute.dist.rebalancer.host_checks import check_files, check_own_planner
 
         settings = self.rebalancer
         for name in ("bind", "store"):

@@ -5,13 +5,13 @@ import sys
 import torch
 import torch.distributed as dist
 
-from evenroute.dist.agent import AgentConfig, RankAgent
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
-from evenroute.routing.config import RouterConfig
+from evenroute.dist.rank.agent import AgentConfig, RankAgent
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.tables.tables import DispatchTables
 
 LAYERS, EXPERTS, SLOTS, TOP_K, HIDDEN = 4, 32, 40, 4, 64
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenroute.routing.checks import (
+from evenroute.eplb._checks import describe, require_bool, require_int
+from evenroute.routing.output import RouteCall, RouteForm, RoutingOutput
+from evenroute.routing.settings.checks import (
     BIAS_DTYPES,
     ID_DTYPES,
     MARKER_DTYPES,
@@ -19,8 +21,6 @@ from evenroute.routing.checks import (
     require_output,
     require_tensor,
 )
-from evenroute.routing.output import RouteCall, RouteForm, RoutingOutput
-from evenroute.routing.values import describe, require_bool, require_int
 
 LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TARGET_DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.routing.checks import require_device, require_tensor
-from evenroute.routing.config import MAX_EXPERTS
-from evenroute.routing.values import describe, require_int
+from evenroute.eplb._checks import describe, require_int
+from evenroute.routing.settings.checks import require_device, require_tensor
+from evenroute.routing.settings.config import MAX_EXPERTS
 
 # Programs spread over copies of the counts, and the reader sums them. With 4,096 words a layer counting costs 4 to 12 %
 # of a launch for 128 experts, by where they happen to lie, and with 1,024 half of it; with 8,192 at most 2 % (H200).
@@ -149,7 +149,7 @@ class ExpertCounters:
         words[..., 0] = np.where(tickets >= TICKET_PERIOD, tickets - TICKET_PERIOD, tickets)
 
     def _take_on_device(self) -> None:
-        from evenroute.routing._take_kernel import take_kernel
+        from evenroute.routing.kernels.take import take_kernel
 
         block = 128
         has_tickets = self.tickets is not None

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evenroute.routing.checks import require_tensor
+from evenroute.eplb._checks import require_choice, require_int
 from evenroute.routing.output import RouteCall, RouteForm, RoutingOutput
-from evenroute.routing.tables import SPAN_COUNT_BITS, DispatchTables
-from evenroute.routing.ticket_sequence import TREE_REPLICAS
-from evenroute.routing.values import require_choice, require_int
+from evenroute.routing.settings.checks import require_tensor
+from evenroute.routing.tables.tables import SPAN_COUNT_BITS, DispatchTables
+from evenroute.routing.tables.tickets import TREE_REPLICAS
 
 DISPATCH_MODES = ("static", "dynamic", "rank_invariant", "weighted")
 DEALS = ("exact", "hash")

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenroute.routing.align import moe_align_block_size
+from evenroute.eplb._checks import require_instance, require_int
+from evenroute.routing.align.align import moe_align_block_size
 from evenroute.routing.call_checks import require_layer, require_logits
-from evenroute.routing.checks import ID_DTYPES, WEIGHT_DTYPES, require_tensor
 from evenroute.routing.output import RoutingOutput
 from evenroute.routing.reference import bf16_bits
 from evenroute.routing.router import Router
-from evenroute.routing.tables import DispatchTables
-from evenroute.routing.values import require_instance, require_int
+from evenroute.routing.settings.checks import ID_DTYPES, WEIGHT_DTYPES, require_tensor
+from evenroute.routing.tables.tables import DispatchTables
 
 FORMATS = ("standard", "packed", "ragged", "bypassed")
 _CALL_ARGUMENTS = tuple(Router.__call__.__kwdefaults__ or ())

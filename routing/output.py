@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.tables.tables import DispatchTables
 
 OUTPUT_NAMES = ("weights", "physical_ids", "logical_ids", "local_ids", "packed_ids", "slot_histogram")
 DEFAULT_EMIT = ("weights", "physical_ids")

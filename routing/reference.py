@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evenroute.routing.checks import (
+from evenroute.eplb._checks import require_instance, require_int
+from evenroute.routing.settings.checks import (
     BIAS_DTYPES,
     MARKER_DTYPES,
     WEIGHT_DTYPES,
     require_tensor,
 )
-from evenroute.routing.config import MAX_EXPERTS, RouterConfig
-from evenroute.routing.values import require_instance, require_int
+from evenroute.routing.settings.config import MAX_EXPERTS, RouterConfig
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenroute.eplb._checks import describe, require_bool, require_choice, require_instance, require_int
 from evenroute.routing.call_checks import check_call, num_rows, require_logits
-from evenroute.routing.config import RouterConfig
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.dispatch import resolve_dispatch, waterfill_columns
 from evenroute.routing.output import (
@@ -22,8 +22,8 @@ from evenroute.routing.output import (
     allocate_output,
 )
 from evenroute.routing.route_reference import route_reference
-from evenroute.routing.tables import DispatchTables
-from evenroute.routing.values import describe, require_bool, require_choice, require_instance, require_int
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.tables.tables import DispatchTables
 
 BACKENDS = ("auto", "reference", "triton", "interpret")
 
@@ -188,7 +188,7 @@ class Router:
         if self.backend == "reference":
             route_reference(self.form, call, out)
         else:
-            from evenroute.routing.route_kernel import route_kernel
+            from evenroute.routing.launch import route_kernel
 
             route_kernel(self.form, call, out, pdl=self.pdl)
         if self.config.shared_mode == "waterfill" and self.config.num_shared_experts:

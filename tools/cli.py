@@ -1,4 +1,4 @@
-"""The `evenroute` command: a thin shell that finds its commands in `tools/cmd_<name>.py`.
+"""The `evenroute` command: a thin shell that finds its commands in `tools/commands/<name>.py`.
 
 A command module has one function `register(app)`. It is imported only when its command (or the
 general help) is asked for, so that `evenroute status` never pays for numba, and nothing here needs torch.
@@ -18,8 +18,8 @@ from evenroute.tools.errors import fail
 
 
 def command_names() -> list[str]:
-    """Names of all commands, sorted: those of the `cmd_*.py` files beside this one."""
-    return sorted(path.stem.removeprefix("cmd_") for path in Path(__file__).parent.glob("cmd_*.py"))
+    """Names of all commands, sorted: those of the files in `commands`."""
+    return sorted(path.stem for path in (Path(__file__).parent / "commands").glob("[!_]*.py"))
 
 
 def package_version() -> str:
@@ -49,7 +49,7 @@ def build_app(names: list[str]) -> typer.Typer:
             raise typer.Exit
 
     for name in names:
-        importlib.import_module(f"evenroute.tools.cmd_{name}").register(app)
+        importlib.import_module(f"evenroute.tools.commands.{name}").register(app)
     whole_short_helps(app)
     return app
 

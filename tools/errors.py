@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
-from evenroute.eplb.regular_files import check_target
+from evenroute.eplb._io import check_target
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,8 +9,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from evenroute.eplb.foreign_source import damaged
-from evenroute.eplb.regular_files import open_input
+from evenroute.eplb._io import open_input
+from evenroute.eplb.loads.source import damaged
 
 
 def read_pt(path: Path) -> Any:

@@ -8,9 +8,9 @@ import urllib.request
 
 import pytest
 
-from evenroute.dist.messages import JobShape
-from evenroute.dist.metrics import COUNTERS, GAUGES, metric_names
-from evenroute.tools.bench_transport import SimulatedJob
+from evenroute.dist.rebalancer.metrics import COUNTERS, GAUGES, metric_names
+from evenroute.dist.wire.messages import JobShape
+from evenroute.tools.bench.transport import SimulatedJob
 from support.control_plane import RebalancerProcess, wait_for
 from support.dashboard import DASHBOARD, dashboard, queries
 

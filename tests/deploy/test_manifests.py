@@ -203,7 +203,7 @@ def test_images_are_those_of_the_dockerfiles(rendered: list[Manifest]) -> None:
 
 
 def test_overlays_name_files_that_exist_or_that_keygen_makes() -> None:
-    from evenroute.dist.keys import KNOWN_KEYS, SERVER_FILE
+    from evenroute.dist.wire.keys import KNOWN_KEYS, SERVER_FILE
 
     made = {f"keys/{SERVER_FILE}", f"keys/{KNOWN_KEYS}", "keys/rank.toml"}
     for overlay in OVERLAYS:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import yaml
 
-from evenroute.dist import metrics
+from evenroute.dist.rebalancer import metrics
 from support.deploy_files import DEPLOY, documents
 from support.fake_control import status
 from support.manifest_schemas import RULE_FILE, SCRAPE_FILE

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from evenroute.dist.status import UnreachableError, query_status
-from evenroute.tools import adapter_sglang
+from evenroute.dist.client import UnreachableError, query_status
+from evenroute.tools import sglang as adapter_sglang
 from support.command import Outcome, evenroute
 from support.compiled import compile_planner
 from support.control_plane import child_environment, wait_for
@@ -237,7 +237,7 @@ def test_a_placement_goes_from_loads_to_an_engines_file(lines: Lines, folder: Pa
     )
 
 
-@runs(README, "python -m evenroute.tools.adapter_sglang")
+@runs(README, "python -m evenroute.tools.sglang")
 def test_a_running_sglang_server_gets_a_placement(
     lines: Lines, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +249,7 @@ def test_a_running_sglang_server_gets_a_placement(
     with SglangStandIn(dumps, torch.from_numpy(counts)) as server:
         changes = {"http://127.0.0.1:30000": server.url, "/shared/dumps": str(dumps), "60": "1"}
         program, dash, module, *words = lines.words(changes=changes)
-        assert (program, dash, module) == ("python", "-m", "evenroute.tools.adapter_sglang")
+        assert (program, dash, module) == ("python", "-m", "evenroute.tools.sglang")
         adapter_sglang.main(words)
     init_expert_location(
         folder / "location.json",

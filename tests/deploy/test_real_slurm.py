@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from evenroute.eplb.store import StoreReader
+from evenroute.eplb.store.writer import StoreReader
 from support.command import evenroute
 from support.control_plane import child_environment, wait_for
 from support.deploy_files import ROOT

@@ -119,7 +119,7 @@ def test_metadata(wheel: Path) -> None:
 def test_version_is_single_sourced() -> None:
     version = re.escape(PROJECT["version"])
     for package in PACKAGES:
-        for path in (ROOT / package).glob("*.py"):
+        for path in (ROOT / package).rglob("*.py"):
             found = re.findall(rf"^__version__ *=|[\"']{version}[\"']", path.read_text(), flags=re.MULTILINE)
             assert not found, f"{path.name} names a version of its own"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from evenroute.dist.status import UnreachableError, query_status
+from evenroute.dist.client import UnreachableError, query_status
 from support.command import evenroute
 from support.command_lines import parse_evenroute
 from support.control_plane import child_environment, wait_for

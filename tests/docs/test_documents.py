@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from evenroute.dist.metrics import metric_names
-from evenroute.tools import adapter_sglang
+from evenroute.dist.rebalancer.metrics import metric_names
+from evenroute.tools import sglang as adapter_sglang
 from evenroute.tools.cli import command_names
 from support.command_lines import INLINE, all_flags, commands_in_line, parse_any, parse_evenroute, shell_lines
 from support.deploy_files import ROOT
@@ -91,7 +91,7 @@ def test_commands_are_parsed_by_the_real_command_line(path: Path) -> None:
             words = filled(argv)
             if argv[0].endswith("evenroute") and len(argv) == 1:
                 continue
-            if argv[1:3] == ["-m", "evenroute.tools.adapter_sglang"]:
+            if argv[1:3] == ["-m", "evenroute.tools.sglang"]:
                 if len(argv) > 3:
                     adapter_sglang.build_parser().parse_args(words[3:])
             elif argv[0].endswith("evenroute") and (is_template(words) or len(argv) == 2 or "--help" in argv):
@@ -188,13 +188,13 @@ def test_readme_engine_block_runs() -> None:
     shown = [block for block in blocks if "RankAgent.start" in block]
     if not shown:
         pytest.skip("README.md shows no engine of one's own yet")
-    from evenroute.dist.agent import AgentConfig, RankAgent
-    from evenroute.eplb.placement import Placement
-    from evenroute.eplb.topology import Topology
-    from evenroute.routing.config import RouterConfig
+    from evenroute.dist.rank.agent import AgentConfig, RankAgent
+    from evenroute.eplb.placement.placement import Placement
+    from evenroute.eplb.placement.topology import Topology
     from evenroute.routing.counters import ExpertCounters
     from evenroute.routing.router import Router
-    from evenroute.routing.tables import DispatchTables
+    from evenroute.routing.settings.config import RouterConfig
+    from evenroute.routing.tables.tables import DispatchTables
 
     classes = (
         AgentConfig,

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from evenroute.dist.ep_layer import moe_reference
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
-from evenroute.routing.align import moe_align_block_size
-from evenroute.routing.config import RouterConfig
+from evenroute.dist.engines.ep_layer import moe_reference
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
+from evenroute.routing.align.align import moe_align_block_size
 from evenroute.routing.formats import BypassedRouting
 from evenroute.routing.router import Router
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.tables.tables import DispatchTables
 from support.deploy_files import ROOT
 
 BOTH = ("weights", "physical_ids", "logical_ids")

@@ -9,7 +9,7 @@ from pathlib import Path
 EPLB = Path(__file__).parents[2] / "eplb"
 PROGRAM = """
 import json, time
-from evenroute.eplb._pack import swap_refine
+from evenroute.eplb.planner.kernels.pack import swap_refine
 import numpy as np
 slots = np.array([0, 1, 2, 3], dtype=np.int32)
 load = np.array([4.0, 3.0, 2.0, 1.0])
@@ -32,17 +32,19 @@ def test_an_edited_helper_is_compiled_again(tmp_path: Path) -> None:
     copy = tree / "evenroute" / "eplb"
     copy.parent.mkdir(parents=True)
     shutil.copytree(EPLB, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    source = (copy / "_pack.py").read_text()
+    source = (copy / "planner/kernels/pack.py").read_text()
     head, body = source.split("@kernel\ndef swap_refine", 1)
     # A kernel in a file of its own that another file's kernel calls: the case numba's cache misses.
-    (copy / "_helper.py").write_text(
-        "from evenroute.eplb.compiled import kernel\n\n\n@kernel\ndef limit(n):\n    return n\n"
+    (copy / "planner/kernels/helper.py").write_text(
+        "from evenroute.eplb._compiled import kernel\n\n\n@kernel\ndef limit(n):\n    return n\n"
     )
     body = body.replace("for done in range(max_swaps):", "for done in range(limit(max_swaps)):", 1)
     head = head.replace(
-        "import numpy as np\n", "import numpy as np\nfrom evenroute.eplb._helper import limit\n", 1
+        "import numpy as np\n",
+        "import numpy as np\nfrom evenroute.eplb.planner.kernels.helper import limit\n",
+        1,
     )
-    (copy / "_pack.py").write_text(head + "@kernel\ndef swap_refine" + body)
+    (copy / "planner/kernels/pack.py").write_text(head + "@kernel\ndef swap_refine" + body)
 
     first = run(tree, cache)
     assert first.endswith("] 0")
@@ -50,7 +52,7 @@ def test_an_edited_helper_is_compiled_again(tmp_path: Path) -> None:
     assert run(tree, cache) == first.removesuffix("0") + "1", (
         "the second process must take the code from disk"
     )
-    helper = copy / "_helper.py"
+    helper = copy / "planner/kernels/helper.py"
     stamp = helper.stat()
     helper.write_text(helper.read_text().replace("return n\n", "return 0\n"))
     os.utime(helper, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))

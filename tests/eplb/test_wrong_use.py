@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evenroute.eplb import deepseek, topology
-from evenroute.eplb.backtest import backtest
-from evenroute.eplb.dump_reader import DumpReader
-from evenroute.eplb.elastic import plan_elastic
-from evenroute.eplb.foreign_open import open_source, open_sources
-from evenroute.eplb.load_files import read_logical_count
-from evenroute.eplb.loads import (
+from evenroute.eplb.analysis.replay import Replay, ReplaySettings
+from evenroute.eplb.dump.reader import DumpReader
+from evenroute.eplb.files.counts import read_logical_count
+from evenroute.eplb.files.open import open_source, open_sources
+from evenroute.eplb.loads.balance import (
     balancedness,
     placement_balancedness,
     rank_loads,
     slot_loads,
     validate_loads,
 )
-from evenroute.eplb.model_shapes import MODEL_SHAPES, ModelShape
-from evenroute.eplb.placement import (
+from evenroute.eplb.placement import topology
+from evenroute.eplb.placement.file import load_placement, save_placement, write_beside_and_rename
+from evenroute.eplb.placement.models import MODEL_SHAPES, ModelShape
+from evenroute.eplb.placement.placement import (
     Placement,
     PlacementRow,
     even_shares,
@@ -34,16 +34,17 @@ from evenroute.eplb.placement import (
     replica_counts,
     row_digest,
 )
-from evenroute.eplb.placement_file import load_placement, save_placement, write_beside_and_rename
-from evenroute.eplb.placement_set import load_placement_set, update_placement_set
-from evenroute.eplb.planner import figure, plan_placement
-from evenroute.eplb.planner_moves import MoveCost, MoveLimits
-from evenroute.eplb.policy import PolicySettings, RebalancePolicy
-from evenroute.eplb.replay import Replay, ReplaySettings
-from evenroute.eplb.store import HistoryStore
-from evenroute.eplb.store_reader import StoreReader, check_format, connect
-from evenroute.eplb.topology import Topology
-from evenroute.eplb.windows import combine_windows, tokens_needed, validate_windows
+from evenroute.eplb.placement.set import load_placement_set, update_placement_set
+from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner import deepseek
+from evenroute.eplb.planner.backtest import backtest
+from evenroute.eplb.planner.elastic import plan_elastic
+from evenroute.eplb.planner.moves import MoveCost, MoveLimits
+from evenroute.eplb.planner.plan import figure, plan_placement
+from evenroute.eplb.planner.policy import PolicySettings, RebalancePolicy
+from evenroute.eplb.planner.windows import combine_windows, tokens_needed, validate_windows
+from evenroute.eplb.store.reader import StoreReader, check_format, connect
+from evenroute.eplb.store.writer import HistoryStore
 from support.refusals import refused
 
 L, E, P, R = 2, 8, 12, 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evenroute.routing._take_kernel import take_kernel
 from evenroute.routing.counters import TICKET_PERIOD, ExpertCounters
+from evenroute.routing.kernels.take import take_kernel
 from support.interpreted import COMPILED
 
 LOW = (1 << 32) - 1

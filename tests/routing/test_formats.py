@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from evenroute.eplb.placement import Placement, PlacementRow
-from evenroute.eplb.topology import Topology
-from evenroute.routing.config import RouterConfig
+from evenroute.eplb.placement.placement import Placement, PlacementRow
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.formats import BypassedRouting, PackedRouting, RaggedRouting, pack_ids, unpack_ids
 from evenroute.routing.router import Router
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.tables.tables import DispatchTables
 from support.interpreted import BACKEND, DEVICE
 
 CONFIG = RouterConfig(16, 3, "sigmoid", num_shared_experts=1, routed_scaling_factor=2.0)

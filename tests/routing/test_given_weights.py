@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evenroute.routing.config import RouterConfig
+from evenroute.routing.settings.config import RouterConfig
 from support.interpreted import BACKEND, DEVICE
 from support.route_rules import BOTH, INF, NAN, close, make
 

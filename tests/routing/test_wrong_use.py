@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from evenroute.eplb.placement import PlacementRow
-from evenroute.routing.config import RouterConfig
+from evenroute.eplb.placement.placement import PlacementRow
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.tables.tables import DispatchTables
 from support.interpreted import BACKEND, DEVICE
 from support.refusals import refused
 from support.wrong_use import (

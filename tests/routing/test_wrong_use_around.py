@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
-from evenroute.routing.align import AlignBuffers, moe_align_block_size, moe_align_block_size_torch
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
+from evenroute.routing.align.align import AlignBuffers, moe_align_block_size, moe_align_block_size_torch
+from evenroute.routing.compiled import CompiledGateRouter, CompiledRouter
 from evenroute.routing.dispatch import waterfill_ranks
 from evenroute.routing.formats import (
     BypassedRouting,
@@ -21,8 +22,7 @@ from evenroute.routing.formats import (
     require_trivial,
     unpack_ids,
 )
-from evenroute.routing.gate_gemm import GateRouter, gate_logits, summation_error
-from evenroute.routing.library import CompiledGateRouter, CompiledRouter
+from evenroute.routing.gate import GateRouter, gate_logits, summation_error
 from evenroute.routing.reference import (
     Scores,
     finish_weights,
@@ -33,8 +33,8 @@ from evenroute.routing.reference import (
     sort_columns,
 )
 from evenroute.routing.router import Router
-from evenroute.routing.simulated import LogitSource
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.simulated.source import LogitSource
+from evenroute.routing.tables.tables import DispatchTables
 from support.interpreted import BACKEND, DEVICE
 from support.refusals import refused
 from support.wrong_use import CALLS, CONFIG, ELSEWHERE, E, K, L, R, floats, ints, router

@@ -12,8 +12,8 @@ import time
 import torch
 import torch.distributed as torch_dist
 
-from evenroute.dist.adapter_torch import adapt
 from evenroute.dist.config import AgentConfig
+from evenroute.dist.engines.torch import adapt
 from support.toy_moe import HIDDEN, make_model
 
 LIMIT_S = 120.0  # where no expert moves; else it ends as one did

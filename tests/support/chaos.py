@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from evenroute.eplb.store import StoreReader
+from evenroute.eplb.store.writer import StoreReader
 from support.control_plane import RebalancerProcess, wait_for
 from support.job import Job
 from support.rank_main import step_counts

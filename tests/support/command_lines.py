@@ -14,10 +14,10 @@ from typing import Any
 
 import typer
 
-from evenroute.dist.keys import generate_keys
+from evenroute.dist.wire.keys import generate_keys
 from evenroute.tools.cli import build_app, command_names
-from evenroute.tools.stress import split_launcher_flag
-from evenroute.tools.stress_options import StressOptions, parse_options
+from evenroute.tools.stress.__main__ import split_launcher_flag
+from evenroute.tools.stress.options import StressOptions, parse_options
 
 STRESS_MODULE = "evenroute.tools.stress"
 
@@ -64,7 +64,8 @@ def parse_evenroute(argv: list[str]) -> dict[str, Any]:
 
 def _parse_bench(words: list[str]) -> dict[str, Any]:
     """The flags of a benchmark by its own parser, as on a host with GPUs."""
-    from evenroute.tools import bench_ep_options, bench_migration_options
+    from evenroute.tools.bench import ep_options as bench_ep_options
+    from evenroute.tools.bench import migration_options as bench_migration_options
 
     parsers = {"ep": bench_ep_options.parse, "migration": bench_migration_options.parse}
     if words and words[0] in parsers:
@@ -114,7 +115,7 @@ def parse_any(argv: list[str]) -> None:
 
 def all_flags() -> set[str]:
     """Every long flag of every command, and of the stress run."""
-    from evenroute.tools.stress_options import build_parser
+    from evenroute.tools.stress.options import build_parser
 
     flags: set[str] = {"--help", "--nproc-per-node"}
 

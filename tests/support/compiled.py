@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from evenroute.eplb.warm_up import warm_up
+from evenroute.eplb.planner.warm_up import warm_up
 
 
 @functools.cache

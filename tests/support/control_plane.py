@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evenroute.dist.status import UnreachableError, query_status
+from evenroute.dist.client import UnreachableError, query_status
 
 ROOT = Path(__file__).resolve().parents[2]
 

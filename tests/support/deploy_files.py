@@ -39,7 +39,7 @@ def manifest_files() -> list[Path]:
 
 def render(overlay: str, folder: Path) -> list[dict[str, Any]]:
     """The overlay as `kubectl kustomize` renders it, with fresh keys, from a copy of `deploy/` in `folder`."""
-    from evenroute.dist.keys import generate_keys
+    from evenroute.dist.wire.keys import generate_keys
 
     kubectl = shutil.which("kubectl")
     if kubectl is None:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from evenroute.dist.agent import AgentConfig
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.dist.rank.agent import AgentConfig
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.tables.tables import DispatchTables
 from support.refusals import refused
 
 __all__ = ["E", "H", "I", "L", "P", "arguments", "one_rank", "placement", "refused"]

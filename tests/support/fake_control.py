@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from evenroute.dist.control import RankStatus, Refused, Status, StatusAnswer, encode_control
-from evenroute.dist.link import CONTROL_TAG
+from evenroute.dist.wire.control import RankStatus, Refused, Status, StatusAnswer, encode_control
+from evenroute.dist.wire.link import CONTROL_TAG
 
 
 def status(num_ranks: int = 4, **changes: Any) -> Status:

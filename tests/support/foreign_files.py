@@ -1,4 +1,4 @@
-"""Small generators of other engines' files, after the formats stated in `evenroute.eplb.foreign_*`.
+"""Small generators of other engines' files, after the formats stated in `evenroute.eplb.files`.
 
 They are written independently of our own writers, so that a reader is never tested against its own mistakes.
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from evenroute.eplb.store import StoreReader
+from evenroute.eplb.store.writer import StoreReader
 from support.control_plane import child_environment, patience, wait_for
 from support.ports import free_port
 from support.rank_main import RankOptions

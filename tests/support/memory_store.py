@@ -6,8 +6,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.protocol_store import PlacementRow, RankWindow, Receipt, StaleEpochError, StoreError
-from evenroute.eplb.placement import Placement, row_digest
+from evenroute.dist.protocol.store import PlacementRow, RankWindow, Receipt, StaleEpochError, StoreError
+from evenroute.eplb.placement.placement import Placement, row_digest
 
 
 @lru_cache(maxsize=4096)

@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenroute.dist.ep_layer import EpMoeLayer, moe_reference
-from evenroute.dist.expert_compute import SwiGluExperts
-from evenroute.dist.migration import MigrationConfig, WeightMover
-from evenroute.dist.weights import ExpertWeights
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
-from evenroute.routing.config import RouterConfig
+from evenroute.dist.engines.ep_layer import EpMoeLayer, moe_reference
+from evenroute.dist.engines.experts import SwiGluExperts
+from evenroute.dist.weights.expert_weights import ExpertWeights
+from evenroute.dist.weights.weight_mover import MigrationConfig, WeightMover
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.output import RoutingOutput
 from evenroute.routing.router import Router
-from evenroute.routing.tables import DispatchTables
-from evenroute.tools.moe_driver import MoeDriver
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.tables.tables import DispatchTables
+from evenroute.tools.run.driver import MoeDriver
 from support.placements import random_placement
 from support.rank_pool import Ranks
 

@@ -9,15 +9,15 @@ import msgspec
 import numpy as np
 import torch
 
-from evenroute.dist.messages import JobShape
-from evenroute.dist.pass_messages import RecordOrder, RecordReport
-from evenroute.dist.pass_orders import PassOrders
-from evenroute.dist.pass_recorder import PassRecorder, RecorderSettings
-from evenroute.dist.pass_tap import PassArena, PassTap
-from evenroute.dist.recording import PassRecording
-from evenroute.eplb.dump_reader import DumpReader
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.dist.rebalancer.record_orders import PassOrders
+from evenroute.dist.rebalancer.recording import PassRecording
+from evenroute.dist.record.recorder import PassRecorder, RecorderSettings
+from evenroute.dist.record.tap import PassArena, PassTap
+from evenroute.dist.wire.messages import JobShape
+from evenroute.dist.wire.recording import RecordOrder, RecordReport
+from evenroute.eplb.dump.reader import DumpReader
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from support.control_plane import wait_for
 
 RUN, EPOCH = 77, 1 << 20

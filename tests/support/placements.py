@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.placement import Placement, PlacementRow
-from evenroute.eplb.topology import Topology
+from evenroute.eplb.placement.placement import Placement, PlacementRow
+from evenroute.eplb.placement.topology import Topology
 
 
 def random_row(rng: np.random.Generator, num_experts: int, num_slots: int, ep_size: int) -> NDArray[np.int32]:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.placement import PlacementRow, even_shares, normalize_shares
-from evenroute.eplb.topology import Topology
-from evenroute.routing.table_row import SPAN_COUNT_BITS, fits_payload
+from evenroute.eplb.placement.placement import PlacementRow, even_shares, normalize_shares
+from evenroute.eplb.placement.topology import Topology
+from evenroute.routing.tables.row import SPAN_COUNT_BITS, fits_payload
 
 
 def _static_slots(

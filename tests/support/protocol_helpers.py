@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.agreement import Version, read_reduced
-from evenroute.dist.job_start import StartedJob
-from evenroute.dist.messages import NO_KEY, JobShape, PlacementMessage, Status, Window, pack_placement
-from evenroute.dist.rank_core import RankConfig, RankCore
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.dist.protocol.agreement import Version, read_reduced
+from evenroute.dist.protocol.job_start import StartedJob
+from evenroute.dist.protocol.rank import RankConfig, RankCore
+from evenroute.dist.wire.messages import NO_KEY, JobShape, PlacementMessage, Status, Window, pack_placement
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 
 JOB = JobShape(num_layers=3, num_logical_experts=4, num_slots=6, ep_size=2, top_k=2)
 RUN = 77

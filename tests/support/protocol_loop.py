@@ -5,9 +5,9 @@ from itertools import count
 
 import numpy as np
 
-from evenroute.dist.rank_core import RankCore
-from evenroute.dist.rebalancer_core import Outgoing, PlacementInfo, RebalancerConfig, RebalancerCore
-from evenroute.eplb.placement import Placement
+from evenroute.dist.protocol.rank import RankCore
+from evenroute.dist.protocol.rebalancer import Outgoing, PlacementInfo, RebalancerConfig, RebalancerCore
+from evenroute.eplb.placement.placement import Placement
 from support.memory_store import MemoryStore
 from support.protocol_helpers import minimum, rank_core
 

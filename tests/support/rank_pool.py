@@ -29,8 +29,8 @@ PRELOAD = [
     "torch.distributed",
     "hypothesis",
     "pytest",
-    "evenroute.dist.ep_layer",
-    "evenroute.tools.moe_driver",
+    "evenroute.dist.engines.ep_layer",
+    "evenroute.tools.run.driver",
 ]
 
 

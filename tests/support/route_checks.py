@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
-from evenroute.routing.config import RouterConfig
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.output import OUTPUT_NAMES
 from evenroute.routing.reference import order_keys, score_experts
 from evenroute.routing.router import Router
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.tables.tables import DispatchTables
 
 FLAVOURS = ("normal", "wide", "ties", "special", "hot", "equal")
 ULP = 2.0**-23

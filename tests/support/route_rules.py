@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
-from evenroute.routing.config import RouterConfig
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.output import OUTPUT_NAMES, RoutingOutput
 from evenroute.routing.router import Router
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.tables.tables import DispatchTables
 from support.interpreted import BACKEND, DEVICE
 
 INF, NAN = float("inf"), float("nan")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from evenroute.routing.config import RouterConfig
+from evenroute.routing.settings.config import RouterConfig
 from support.route_checks import Variant
 
 SHAPES = (  # E, K, G, TG, slots, ranks

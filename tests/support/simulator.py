@@ -17,9 +17,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from evenroute.dist.agreement import AgreedState
-from evenroute.dist.job_start import StartedJob
-from evenroute.dist.messages import (
+from evenroute.dist.protocol.agreement import AgreedState
+from evenroute.dist.protocol.job_start import StartedJob
+from evenroute.dist.protocol.rank import RankCore
+from evenroute.dist.protocol.rebalancer import (
+    RebalancerCore,
+)
+from evenroute.dist.protocol.receipt import WindowReceipt
+from evenroute.dist.protocol.stream import RankStream
+from evenroute.dist.wire.messages import (
     Down,
     JobShape,
     PlacementMessage,
@@ -30,12 +36,6 @@ from evenroute.dist.messages import (
     decode_up,
     encode,
 )
-from evenroute.dist.rank_core import RankCore
-from evenroute.dist.rebalancer_core import (
-    RebalancerCore,
-)
-from evenroute.dist.stream_core import RankStream
-from evenroute.dist.window_receipt import WindowReceipt
 from support.protocol_helpers import replace
 from support.simulator_history import (
     History,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from evenroute.dist.agreement import Version
-from evenroute.dist.job_start import StartedJob
-from evenroute.dist.messages import (
+from evenroute.dist.protocol.agreement import Version
+from evenroute.dist.protocol.job_start import StartedJob
+from evenroute.dist.protocol.rank import PreparedPlacement, prepare_placement
+from evenroute.dist.wire.messages import (
     JobShape,
     PlacementMessage,
 )
-from evenroute.dist.rank_core import PreparedPlacement, prepare_placement
-from evenroute.eplb.placement import PlacementRow, row_digest
+from evenroute.eplb.placement.placement import PlacementRow, row_digest
 
 _prepared: dict[tuple[object, ...], PreparedPlacement] = {}
 _slots: dict[bytes, tuple[int, ...]] = {}

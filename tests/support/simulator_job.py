@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from evenroute.dist.job_start import JobStartConfig, JobStartCore
-from evenroute.dist.messages import (
+from evenroute.dist.protocol.job_start import JobStartConfig, JobStartCore
+from evenroute.dist.wire.messages import (
     Down,
     SnapshotRequest,
     Up,

@@ -8,10 +8,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from evenroute.dist.agreement import Version
-from evenroute.dist.messages import JobShape
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.dist.protocol.agreement import Version
+from evenroute.dist.wire.messages import JobShape
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from support.protocol_helpers import with_shares
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from evenroute.dist.agreement import Commit, Open
+from evenroute.dist.protocol.agreement import Commit, Open
 from support.simulator_cache import digest_of, slots_of
 from support.simulator_history import (
     CommitRecord,

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.agreement import Action, AgreedState, Commit, Discard, Open, Reduced, Version
-from evenroute.dist.job_start import StartedJob
-from evenroute.dist.messages import Ack, Down, JobShape, Status, Window, pack_placement
-from evenroute.dist.protocol_store import RankWindow, Receipt, StoreError
-from evenroute.dist.rank_core import RankCore
-from evenroute.dist.rebalancer_core import Outgoing, Phase, RebalancerCore
-from evenroute.dist.stream_core import RankStream
-from evenroute.dist.view_core import RunView
-from evenroute.dist.window_receipt import WindowReceipt
+from evenroute.dist.protocol.agreement import Action, AgreedState, Commit, Discard, Open, Reduced, Version
+from evenroute.dist.protocol.job_start import StartedJob
+from evenroute.dist.protocol.rank import RankCore
+from evenroute.dist.protocol.rebalancer import Outgoing, Phase, RebalancerCore
+from evenroute.dist.protocol.receipt import WindowReceipt
+from evenroute.dist.protocol.store import RankWindow, Receipt, StoreError
+from evenroute.dist.protocol.stream import RankStream
+from evenroute.dist.protocol.view import RunView
+from evenroute.dist.wire.messages import Ack, Down, JobShape, Status, Window, pack_placement
 from support.simulator import Parts, World
 from support.simulator_rank import SimRank
 from support.simulator_store import SimStore

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from evenroute.dist.agreement import Action, Commit, Discard, Open
-from evenroute.dist.job_start import StartedJob
-from evenroute.dist.messages import (
+from evenroute.dist.protocol.agreement import Action, Commit, Discard, Open
+from evenroute.dist.protocol.job_start import StartedJob
+from evenroute.dist.protocol.rank import RankConfig, RankCore
+from evenroute.dist.wire.messages import (
     Down,
     Up,
     Window,
 )
-from evenroute.dist.rank_core import RankConfig, RankCore
 from support.simulator_cache import digest_of, prepare_cached, slots_of, start_version
 from support.simulator_history import (
     AckRecord,

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from evenroute.dist.messages import Status, Up, Window
-from evenroute.dist.rebalancer_core import (
+from evenroute.dist.protocol.rebalancer import (
     Outgoing,
     Phase,
     PlacementInfo,
     RebalancerConfig,
     RebalancerCore,
 )
+from evenroute.dist.wire.messages import Status, Up, Window
 from support.simulator_history import ViewRecord
 from support.simulator_store import SimStore
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from evenroute.dist.messages import JobShape
-from evenroute.dist.protocol_store import RankWindow, Receipt, StoreError
-from evenroute.dist.rebalancer import CoreStore
+from evenroute.dist.protocol.store import RankWindow, Receipt, StoreError
+from evenroute.dist.rebalancer.process import CoreStore
+from evenroute.dist.wire.messages import JobShape
 from support.simulator_history import History, SealRecord, WriteRecord
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.messages import JobShape
-from evenroute.dist.protocol_store import RankWindow, Receipt
-from evenroute.eplb.placement import Placement
+from evenroute.dist.protocol.store import RankWindow, Receipt
+from evenroute.dist.wire.messages import JobShape
+from evenroute.eplb.placement.placement import Placement
 from support.memory_store import MemoryStore
 from support.simulator_history import History, SealRecord, WriteRecord
 

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 
-from evenroute.dist.agent import AgentConfig, RankAgent
-from evenroute.dist.process_groups import join_job
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
+from evenroute.dist.groups import join_job
+from evenroute.dist.rank.agent import AgentConfig, RankAgent
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.tables.tables import DispatchTables
 
 L, E, P = 58, 256, 288
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from evenroute.eplb.loads import balancedness, rank_loads
-from evenroute.eplb.placement import Placement
+from evenroute.eplb.loads.balance import balancedness, rank_loads
+from evenroute.eplb.placement.placement import Placement
 
 
 def plan(loads, *, topology, num_slots, current, **_):

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from evenroute.eplb.placement import Placement
-from evenroute.eplb.topology import Topology
-from evenroute.routing.config import RouterConfig
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.router import Router
-from evenroute.routing.tables import DispatchTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.tables.tables import DispatchTables
 from support.interpreted import DEVICE
 
 L, E, K, P, R = 2, 8, 2, 12, 4

@@ -1,0 +1,166 @@
+"""The client side of operators and viewers: one question, one answer, within a time limit. No torch."""
+
+from __future__ import annotations
+
+import math
+import time
+import typing
+from collections.abc import Iterator
+from os import PathLike
+
+import msgspec
+
+from evenroute.dist.wire.address import parse_address
+from evenroute.dist.wire.control import (
+    ANSWER_LIMIT_BYTES,
+    Answer,
+    Recorded,
+    RecordRead,
+    Refused,
+    Request,
+    Status,
+    StatusAnswer,
+    StatusRequest,
+    decode_answer,
+    decode_request,
+    encode_control,
+)
+from evenroute.dist.wire.keys import load_client_keys
+from evenroute.dist.wire.link import CONTROL_TAG, DealerLink
+from evenroute.eplb._checks import describe, require_int, require_number
+
+_REQUESTS = typing.get_args(Request)
+MAX_RANK = 65535
+
+
+class UnreachableError(OSError):
+    """The rebalancer did not answer in time: not there, stopped, or it does not know the key."""
+
+
+class RefusedError(ValueError):
+    """The rebalancer answered that it will not do it, and why."""
+
+
+class ControlClient:
+    """A connection to a rebalancer for one or more requests."""
+
+    def __init__(
+        self, address: str, *, keys: str | PathLike[str] | None = None, timeout_s: float = 5.0
+    ) -> None:
+        _require_limit(timeout_s)
+        self._address = address
+        self._timeout_s = timeout_s
+        self._keys = keys
+        parsed = parse_address(address, field="address")
+        own = None if keys is None else load_client_keys(keys)
+        self._link = DealerLink(parsed, keys=own, max_message_bytes=ANSWER_LIMIT_BYTES)
+        self._link.socket.immediate = False  # wait for the connection
+
+    def ask(self, request: Request) -> Answer:
+        """Send and wait; UnreachableError past the time limit, MessageError for an answer that is none.
+
+        A request that no rebalancer could read is refused with ValueError and not sent.
+        """
+        frame = _checked_frame(request)
+        deadline = time.monotonic() + self._timeout_s
+        sent = False
+        while (left := deadline - time.monotonic()) > 0:
+            if not sent:
+                sent = self._link.send(CONTROL_TAG, frame)
+            if self._link.socket.poll(math.ceil(1000 * min(left, left if sent else 0.05))):
+                for frames in self._link.receive(1):
+                    if len(frames) == 2 and frames[0] == CONTROL_TAG:
+                        return decode_answer(frames[1])
+        raise UnreachableError(
+            f"rebalancer at {self._address}: no answer within {self._timeout_s:g} s; {self._hint()}"
+        )
+
+    def _hint(self) -> str:
+        """What to look at: an address with keys tells nothing to those who have none."""
+        if self._keys is None:
+            return "is it running? If it uses keys, pass --keys"
+        return f"is it running, and does it know the key in {self._keys}?"
+
+    def close(self) -> None:
+        """Close at once."""
+        self._link.close(linger_ms=0)
+
+    def __enter__(self) -> ControlClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _require_limit(timeout_s: float) -> None:
+    if isinstance(timeout_s, float) and not 0 < timeout_s <= 3600:  # also not finite
+        raise ValueError(f"timeout: found {timeout_s:g} s, expected above 0 and at most 3600")
+    require_number("timeout", timeout_s)
+    if not 0 < timeout_s <= 3600:
+        raise ValueError(f"timeout: found {describe(timeout_s)} s, expected above 0 and at most 3600")
+
+
+def _checked_frame(request: Request) -> bytes:
+    """The frame of a request, read again as the rebalancer will: a field may hold anything until then."""
+    if not isinstance(request, _REQUESTS):
+        names = ", ".join(kind.__name__ for kind in _REQUESTS)
+        raise ValueError(f"request must be one of {names}, found {describe(request)}")
+    try:
+        frame = encode_control(request)
+        decode_request(frame)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"request {type(request).__name__}: {reason}") from None
+    return frame
+
+
+def query_status(address: str, *, keys: str | PathLike[str] | None = None, timeout_s: float = 5.0) -> Status:
+    """The rebalancer's status. Raises UnreachableError, RefusedError, or ValueError for a bad address or key file."""
+    with ControlClient(address, keys=keys, timeout_s=timeout_s) as client:
+        answer = client.ask(StatusRequest())
+    if isinstance(answer, StatusAnswer):
+        return answer.status
+    raise RefusedError(
+        answer.reason if isinstance(answer, Refused) else f"unexpected answer {type(answer).__name__}"
+    )
+
+
+def command(
+    address: str, request: Request, *, keys: str | PathLike[str] | None = None, timeout_s: float = 5.0
+) -> str:
+    """Have something done; the text of what was done. Raises as `query_status`."""
+    with ControlClient(address, keys=keys, timeout_s=timeout_s) as client:
+        answer = client.ask(request)
+    if isinstance(answer, Refused):
+        raise RefusedError(answer.reason)
+    return str(getattr(answer, "text", type(answer).__name__))
+
+
+def read_recording(
+    address: str,
+    *,
+    rank: int | None = None,
+    keys: str | PathLike[str] | None = None,
+    timeout_s: float = 30.0,
+) -> Iterator[Recorded]:
+    """A recording in parts of a few MB. Raises as `query_status`, for wrong arguments at once."""
+    _require_limit(timeout_s)
+    parse_address(address, field="address")
+    if rank is not None:
+        require_int("rank", rank, 0, MAX_RANK)
+    if keys is not None:
+        load_client_keys(keys)
+    return _read_recording(address, rank, keys, timeout_s)
+
+
+def _read_recording(
+    address: str, rank: int | None, keys: str | PathLike[str] | None, timeout_s: float
+) -> Iterator[Recorded]:
+    with ControlClient(address, keys=keys, timeout_s=timeout_s) as client:
+        offset: int | None = 0
+        while offset is not None:
+            answer = client.ask(RecordRead(offset=offset, rank=rank))
+            if not isinstance(answer, Recorded):
+                raise RefusedError(answer.reason if isinstance(answer, Refused) else "unexpected answer")
+            yield answer
+            offset = answer.next_offset

@@ -1,0 +1,1 @@
+"""Expert-parallel layers and adapters: our own EP layer, torch modules, vLLM."""

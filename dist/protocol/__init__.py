@@ -1,0 +1,1 @@
+"""The switch protocol as state machines without I/O."""

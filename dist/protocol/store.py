@@ -1,0 +1,68 @@
+"""What the rebalancer core needs of a store: `evenroute.eplb.store.writer.HistoryStore`, or one in memory in tests.
+
+Writes raise `StaleEpochError` when, seen from inside their own transaction, ``epoch`` is not the store's last any more,
+and `StoreError` when they can't be done (disk full): then nothing of them is kept.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.store.schema import PlacementRow, RankWindow, StaleEpochError, StoreError
+from evenroute.eplb.store.writer import Receipt
+
+__all__ = ["PlacementRow", "ProtocolStore", "RankWindow", "Receipt", "StaleEpochError", "StoreError"]
+
+
+class ProtocolStore(Protocol):
+    """Epochs, windows, placements and live rows. ``now``: seconds since 1970, for people only."""
+
+    def last_epoch(self) -> int:
+        """The highest epoch ever registered; 0 in a new store."""
+
+    def begin_epoch(self, epoch: int, *, pid: int, now: float) -> None:
+        """Register a life; ValueError unless ``epoch`` is above all earlier ones (checked in the transaction)."""
+
+    def add_windows(
+        self,
+        windows: Sequence[RankWindow],
+        *,
+        epoch: int,
+        now: float,
+        num_sources: int,
+        keep_rank_detail: bool = False,
+    ) -> list[Receipt]:
+        """In one transaction: each window whose seq is above the stored last_seq[run, rank] is inserted and becomes
+        last_seq; the others are duplicates. Committed when this returns."""
+
+    def add_placement(
+        self,
+        placement: Placement,
+        *,
+        epoch: int,
+        version: int,
+        now: float,
+        moves: NDArray[np.int64],
+        policy: str,
+        reason: str,
+        balancedness_before: float | None = None,
+        balancedness_predicted: float | None = None,
+    ) -> None:
+        """Keep a placement under its key, and its rows under their digests."""
+
+    def newest_placement(self) -> PlacementRow | None:
+        """The placement with the highest key."""
+
+    def keep_row(
+        self, digest: int, slots: NDArray[np.int32], shares: NDArray[np.uint16] | None, *, epoch: int | None
+    ) -> None:
+        """Keep a live row under its digest."""
+
+    def find_row(self, digest: int) -> tuple[NDArray[np.int32], NDArray[np.uint16] | None] | None:
+        """The row kept under ``digest``."""
+
+    def add_event(self, kind: str, text: str, *, epoch: int | None, now: float) -> None:
+        """Note something for the operator; ``kind`` is a short fixed word."""

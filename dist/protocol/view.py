@@ -1,0 +1,135 @@
+"""The rebalancer's view of a run: the status with the highest vote, and the contents of its live rows. No I/O."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenroute.dist.protocol.agreement import Key
+from evenroute.dist.protocol.store import ProtocolStore, StoreError
+from evenroute.dist.wire.messages import (
+    NO_KEY,
+    JobShape,
+    Rows,
+    Status,
+    live_digest_array,
+    live_key_array,
+    unpack_placement,
+)
+from evenroute.eplb.placement.placement import Placement, PlacementRow, row_digest
+from evenroute.eplb.placement.topology import Topology
+
+
+@dataclass
+class RankView:
+    """What one rank last told; key fields are the highest it told. ``heard_at``: the driver's clock."""
+
+    peer: object
+    heard_at: float
+    vote: int = 0
+    held: Key = NO_KEY
+    fence: int = 0
+    conflict: Key = NO_KEY
+    refused: Key = NO_KEY
+
+    def update(self, status: Status, peer: object, now: float) -> None:
+        """Take a status; one that was overtaken changes no key."""
+        self.peer, self.heard_at = peer, now
+        self.vote, self.fence = max(self.vote, status.vote), max(self.fence, status.fence)
+        self.held = max(self.held, status.held)
+        self.conflict = max(self.conflict, status.conflict)
+        self.refused = max(self.refused, status.refused)
+
+
+class RunView:
+    """Statuses of the current run. The agreed part is equal on all ranks, so the highest vote has the newest."""
+
+    def __init__(self, run: int, job: JobShape, store: ProtocolStore) -> None:
+        self.run = run
+        self.job = job
+        self.ranks: dict[int, RankView] = {}
+        self.newest_status: Status | None = None
+        self._store = store
+        self._rows: dict[int, PlacementRow] = {}
+        self._missing: set[int] = set()
+        self._key_range: tuple[bytes, Key, Key] = (b"", NO_KEY, NO_KEY)
+        self._live: tuple[bytes, Placement] | None = None
+
+    def add(self, status: Status, peer: object, now: float) -> None:
+        """Take a status of this run (its job shape is this one)."""
+        rank = self.ranks.setdefault(status.rank, RankView(peer, now))
+        rank.update(status, peer, now)
+        if self._supersedes(status):
+            changed = self.newest_status is None or self.newest_status.live_digests != status.live_digests
+            self.newest_status = status
+            if changed:
+                self._look_up(live_digest_array(status))
+
+    def _supersedes(self, status: Status) -> bool:
+        return self.newest_status is None or status.vote > self.newest_status.vote
+
+    def _look_up(self, digests: NDArray[np.int64]) -> None:
+        known, self._rows, self._missing = self._rows, {}, set()
+        for digest in set(digests.tolist()):
+            row = known.get(digest) or self._find(digest)
+            if row is None:
+                self._missing.add(digest)
+            else:
+                self._rows[digest] = row
+
+    def _find(self, digest: int) -> PlacementRow | None:
+        try:
+            found = self._store.find_row(digest)
+        except StoreError:
+            return None  # as good as absent: the rank is asked
+        if found is None or len(found[0]) != self.job.num_slots:
+            return None
+        return PlacementRow(*found)
+
+    def heard_all(self) -> bool:
+        """Whether each rank of the run was heard."""
+        return len(self.ranks) == self.job.ep_size
+
+    def missing_rows(self) -> bool:
+        """Whether the content of a live row is not known."""
+        return bool(self._missing)
+
+    def take_rows(self, message: Rows) -> dict[int, PlacementRow]:
+        """Take a rank's live rows; returns those that were missing, by digest. Raises ValueError on a bad placement."""
+        placement = unpack_placement(message.placement, self.job)
+        found: dict[int, PlacementRow] = {}
+        for layer in range(placement.num_layers):
+            row = placement.row(layer)
+            digest = row_digest(row.slots, row.shares)
+            if digest in self._missing:
+                found[digest] = row
+        self._rows.update(found)
+        self._missing.difference_update(found)
+        return found
+
+    def live_placement(self) -> Placement | None:
+        """What the ranks route with, as of the newest status; None until all its rows are known."""
+        if self.newest_status is None or self._missing:
+            return None
+        data = self.newest_status.live_digests
+        if self._live is None or self._live[0] != data:
+            rows = [self._rows[digest] for digest in live_digest_array(self.newest_status).tolist()]
+            topology = Topology(self.job.ep_size, self.job.num_nodes)
+            self._live = (data, Placement.from_rows(rows, self.job.num_logical_experts, topology))
+        return self._live[1]
+
+    def key_range(self, status: Status) -> tuple[Key, Key]:
+        """Lowest and highest live key of a status."""
+        if self._key_range[0] != status.live_keys:
+            keys = [(epoch, version) for epoch, version in live_key_array(status).tolist()]
+            self._key_range = (status.live_keys, min(keys), max(keys))
+        return self._key_range[1], self._key_range[2]
+
+    def live_range(self) -> tuple[Key, Key]:
+        """Lowest and highest live key of the view; (NO_KEY, NO_KEY) without one."""
+        return (NO_KEY, NO_KEY) if self.newest_status is None else self.key_range(self.newest_status)
+
+    def given_up(self) -> Key:
+        """The highest key that failed, is in conflict, or that some rank refused."""
+        failed = NO_KEY if self.newest_status is None else self.newest_status.failed
+        return max([failed, *(max(rank.conflict, rank.refused) for rank in self.ranks.values())])

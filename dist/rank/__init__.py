@@ -1,0 +1,1 @@
+"""The rank's side: the agent, its thread, counts, votes and switches."""

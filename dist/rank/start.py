@@ -1,0 +1,147 @@
+"""The start of a job on its ranks: rank 0 asks the rebalancer, decides, and tells all. Drives `job_start`'s core."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed import ProcessGroup
+
+from evenroute.dist.config import AgentConfig
+from evenroute.dist.protocol.job_start import (
+    JobStartConfig,
+    JobStartCore,
+    StartedJob,
+    decode_started,
+    encode_started,
+)
+from evenroute.dist.wire.address import parse_address
+from evenroute.dist.wire.keys import load_client_keys
+from evenroute.dist.wire.link import DealerLink
+from evenroute.dist.wire.messages import (
+    DEFAULT_FRAME_LIMIT,
+    NO_KEY,
+    JobShape,
+    MessageError,
+    Up,
+    decode_down,
+    encode,
+)
+from evenroute.eplb.placement.placement import Placement
+
+logger = logging.getLogger("evenroute.dist.agent")
+
+
+def job_shape(config: AgentConfig, placement: Placement) -> JobShape:
+    """What has to be equal on all ranks."""
+    return JobShape(
+        num_layers=placement.num_layers,
+        num_logical_experts=placement.num_logical_experts,
+        num_slots=placement.num_slots,
+        ep_size=placement.topology.ep_size,
+        num_nodes=placement.topology.num_nodes,
+        top_k=config.top_k,
+        shared_counts=config.shared_counts,
+        model=config.model,
+    )
+
+
+def connect(config: AgentConfig) -> DealerLink | None:
+    """The rank's socket, None without a rebalancer. ValueError or OSError for a bad address or key file."""
+    if not config.rebalancer:
+        return None
+    keys = load_client_keys(Path(config.keys)) if config.keys else None
+    address = parse_address(config.rebalancer, field="agent.rebalancer")
+    return DealerLink(address, keys=keys, max_message_bytes=DEFAULT_FRAME_LIMIT)
+
+
+def agree_on_start(
+    config: AgentConfig,
+    job: JobShape,
+    placement: Placement,
+    rank: int,
+    group: ProcessGroup,
+    link: DealerLink | None,
+) -> StartedJob:
+    """Rank 0 decides, all hear it; an error of rank 0 is everybody's error."""
+    data: bytes | None = None
+    failure: Exception | None = None
+    if rank == 0:
+        try:
+            data = encode_started(_ask_snapshot(config, job, placement, link))
+        except (TimeoutError, OSError) as error:
+            failure = error
+    with _naming("job start: broadcast of the start placement"):
+        data = _broadcast(data, group)
+    if failure is not None:
+        raise failure
+    if not data:
+        raise TimeoutError("job start: rank 0 got no placement (see its message)")
+    started = decode_started(data)
+    mine = placement.digest()
+    if started.key == NO_KEY and started.version().digest != mine:
+        raise RuntimeError(
+            f"job start: rank {rank} has a start placement with digest {mine:#x}, rank 0 one with "
+            f"{started.version().digest:#x}; all ranks need the same"
+        )
+    if started.job != job:
+        raise RuntimeError(
+            f"job start: rank {rank} has {job}, rank 0 has {started.job}; all ranks need the same"
+        )
+    return started
+
+
+@contextmanager
+def _naming(operation: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{operation}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _broadcast(data: bytes | None, group: ProcessGroup) -> bytes:
+    """Rank 0's bytes on all ranks; empty when rank 0 has none."""
+    size = torch.tensor([len(data or b"")], dtype=torch.int64)
+    torch_dist.broadcast(size, group=group, group_src=0)
+    body = torch.zeros(int(size), dtype=torch.uint8)
+    if data:
+        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if len(body):
+        torch_dist.broadcast(body, group=group, group_src=0)
+    return body.numpy().tobytes()
+
+
+def _ask_snapshot(
+    config: AgentConfig, job: JobShape, placement: Placement, link: DealerLink | None
+) -> StartedJob:
+    limit_s = config.start_limit_s if link is not None else 0.001
+    settings = JobStartConfig(
+        time_limit_s=limit_s, resend_s=min(0.25, limit_s), required=config.require_rebalancer
+    )
+    core = JobStartCore(job, placement, settings, secrets.randbits)
+    out: list[Up] = core.begin(time.monotonic())
+    while True:
+        if link is not None:
+            sent = [link.send(encode(message)) for message in out]
+            link.socket.poll(20 if not all(sent) else 50)
+            for frames in link.receive(16):
+                _take_answer(core, frames)
+        result = core.result(time.monotonic())
+        if result is not None:
+            if core.refused:
+                logger.warning("job start: %s", core.refused)
+            return result
+        out = core.tick(time.monotonic())
+
+
+def _take_answer(core: JobStartCore, frames: list[bytes]) -> None:
+    try:
+        core.receive(decode_down(frames[0]))
+    except MessageError as error:
+        logger.warning("job start: frame of the rebalancer refused: %s", error)

@@ -1,0 +1,113 @@
+"""Drives the switch protocol on the forward thread: waits for votes, carries out what they decide, posts the next."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenroute.dist.protocol.agreement import Action, Commit, Discard, Key, Open
+from evenroute.dist.protocol.rank import RankCore
+from evenroute.dist.rank.votes import VoteThread
+from evenroute.dist.weights.mover import LayerMover
+from evenroute.eplb.placement.placement import Placement
+
+logger = logging.getLogger("evenroute.dist.agent")
+
+
+class SwitchDriver:
+    """One rank's side of every agreement; the rank core is shared with the agent's thread under `lock`.
+
+    on_switch    called after actions were carried out
+    key          (epoch, version) that all layers have; None while layers differ
+    layer_keys   int64 [L, 2], read-only: (epoch, version) of each layer
+    """
+
+    def __init__(
+        self,
+        core: RankCore,
+        lock: threading.Lock,
+        mover: LayerMover,
+        votes: VoteThread,
+        *,
+        rank: int,
+        on_switch: Callable[[], None],
+    ) -> None:
+        self._core = core
+        self._lock = lock
+        self._mover = mover
+        self._votes = votes
+        self._rank = rank
+        self._on_switch = on_switch
+        self._step = 0
+        self._error_told = False
+        self._placement: Placement | None = None
+        self._layers_changed()
+
+    def agree(self, vote: int, step: int) -> tuple[int, ...]:
+        """At `step`: carry out what vote number `vote` - 1 decided and post `vote`; the layers that switched.
+
+        Raises VoteError when the ranks cannot agree any more, RuntimeError when a transfer failed.
+        """
+        self._step = step
+        switched: tuple[int, ...] = ()
+        core = self._core
+        if vote:
+            reduced = self._votes.wait(vote - 1, self._describe)
+            with self._lock:
+                actions = core.decide(vote - 1, reduced)
+            if actions:
+                switched = self._carry_out(actions)
+        # Without a target the mover still counts the last one's layers.
+        has_target = core.state.target is not None
+        staged = self._mover.staged() if has_target else 0
+        error = self._mover.error() if has_target else None
+        if error is not None and not self._error_told:
+            logger.error("rank %d: %s is refused: %s", self._rank, self._describe(), error)
+            self._error_told = True
+        with self._lock:
+            core.set_staged(staged)
+            core.set_error(error is not None)
+            vector = core.vote()
+        self._votes.post(vote, vector)
+        return switched
+
+    @property
+    def placement(self) -> Placement:
+        """What is routed with now, rows of different versions side by side."""
+        if self._placement is None:
+            self._placement = self._core.live_placement()
+        return self._placement
+
+    def _carry_out(self, actions: list[Action]) -> tuple[int, ...]:
+        switched = []
+        for action in actions:
+            match action:
+                case Discard():
+                    self._mover.discard()
+                    self._error_told = False
+                case Open(layer, live_row, target_row):
+                    self._mover.open_layer(layer, live_row, target_row)
+                case Commit(layer, row, _):
+                    self._mover.commit_layer(layer, row)
+                    switched.append(layer)
+        if switched:
+            self._layers_changed()
+        self._on_switch()
+        return tuple(switched)
+
+    def _layers_changed(self) -> None:
+        keys = self._core.state.live_keys
+        self._placement = None
+        self.key: Key | None = keys[0] if all(key == keys[0] for key in keys) else None
+        self.layer_keys: NDArray[np.int64] = np.array(keys, dtype=np.int64).reshape(-1, 2)
+        self.layer_keys.flags.writeable = False
+
+    def _describe(self) -> str:
+        state = self._core.state
+        version = f"version {state.target.key}" if state.target is not None else "no version under way"
+        transfer = self._mover.in_flight()
+        return f"step {self._step}, {version}" + (f", {transfer}" if transfer else "")

@@ -1,0 +1,128 @@
+"""Answers operators and viewers: who may ask for what, and what is done. Orders ranks to record, and hears them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from evenroute.dist.protocol.rebalancer import Phase, RebalancerCore
+from evenroute.dist.rebalancer.log import LimitedLog
+from evenroute.dist.rebalancer.record_orders import PassOrders
+from evenroute.dist.rebalancer.recording import Recorder
+from evenroute.dist.wire.control import (
+    ALLOWED,
+    Answer,
+    Done,
+    ForeignVersionError,
+    RecordRead,
+    RecordStart,
+    RecordStop,
+    Refused,
+    Request,
+    Status,
+    StatusAnswer,
+    StatusRequest,
+    decode_request,
+    encode_control,
+)
+from evenroute.dist.wire.keys import LOCAL_ROLE
+from evenroute.dist.wire.messages import MessageError
+from evenroute.dist.wire.recording import RecordReport
+from evenroute.eplb.store.writer import StoreError
+
+logger = logging.getLogger("evenroute.dist.rebalancer")
+
+_ORDERS_EVERY_S = 0.1
+
+
+class ControlService:
+    """Requests in, answers out; `rejected` counts what was refused by kind (shared with the rebalancer).
+
+    `passes` keeps what the ranks reported of a recording of passes.
+    """
+
+    def __init__(
+        self,
+        core: RebalancerCore,
+        recorder: Recorder,
+        build_status: Callable[[float], Status],
+        rejected: Counter[str],
+        log: LimitedLog,
+    ) -> None:
+        self._core = core
+        self._recorder = recorder
+        self._build_status = build_status
+        self._rejected = rejected
+        self._log = log
+        self._ordered_at = float("-inf")
+        self.passes = PassOrders()
+
+    def answer(self, frame: bytes | memoryview, role: str, now: float) -> Answer | None:
+        """The answer to a request frame; None for a frame that is no request."""
+        try:
+            return self._answer(decode_request(frame), role, now)
+        except ForeignVersionError as error:
+            self._rejected["decode"] += 1
+            self._log.tell(logging.WARNING, "version", f"refused: {error}")
+            return Refused(f"{error}; use the evenroute version that the rebalancer runs")
+        except MessageError as error:
+            self._rejected["decode"] += 1
+            self._log.tell(logging.WARNING, "decode", f"refused: {error}")
+            return None
+        except StoreError as error:
+            return Refused(str(error))
+
+    def orders(self, now: float) -> Iterator[tuple[object, bytes]]:
+        """(peer, frame) of what ranks have to be told now about a recording of passes."""
+        core = self._core
+        if core.phase is not Phase.SERVING or core.view is None or now - self._ordered_at < _ORDERS_EVERY_S:
+            return
+        self._ordered_at = now
+        if self._recorder.end_with_run(core.view.run, epoch=core.epoch, now=time.time()):
+            core.keep_rank_detail = False
+            logger.info("recording ended: the job that it was of has ended")
+        encoded: tuple[object, bytes] = (None, b"")
+        for peer, order in self.passes.due(self._recorder.passes(), core.view, core.epoch, now):
+            if encoded[0] is not order:
+                encoded = (order, encode_control(order))
+            yield peer, encoded[1]
+
+    def _answer(self, request: Request, role: str, now: float) -> Answer | None:
+        if role not in ALLOWED[type(request)]:
+            self._rejected["role"] += 1
+            needed = " or ".join(sorted(ALLOWED[type(request)] - {LOCAL_ROLE}))
+            return Refused(f"the role {role} may not do this; it takes {needed}")
+        match request:
+            case StatusRequest():
+                return StatusAnswer(self._build_status(now))
+            case RecordRead():
+                return self._recorder.read(request)
+            case RecordReport():
+                return self._take(request)
+            case RecordStart():
+                run = 0 if self._core.view is None else self._core.view.run
+                done = self._recorder.start(
+                    request,
+                    run=run,
+                    recording=secrets.randbits(62) or 1,
+                    epoch=self._core.epoch,
+                    now=time.time(),
+                )
+            case RecordStop():
+                refused = self.passes.all_refused(self._recorder.passes(), self._core.view)
+                done = self._recorder.stop(epoch=self._core.epoch, now=time.time(), all_refused=refused)
+        self._core.keep_rank_detail = self._recorder.per_rank
+        if isinstance(done, Done):
+            logger.info("%s", done.text)
+        return done
+
+    def _take(self, report: RecordReport) -> Answer | None:
+        wanted = self._recorder.passes()
+        if wanted is not None and report.run == wanted.run and report.path:  # it has files
+            with suppress(StoreError):  # the next report brings it again
+                self._recorder.begun(report.recording, epoch=self._core.epoch)
+        return self.passes.take(report, wanted, self._core.view, self._core.epoch)

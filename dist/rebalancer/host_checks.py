@@ -1,0 +1,155 @@
+"""Settings against this host: files, folders, keys, a planner of one's own. No torch, no ranks, nothing is bound."""
+
+from __future__ import annotations
+
+import os
+import stat
+import typing
+from pathlib import Path
+
+import numpy as np
+
+from evenroute.dist.wire.address import check_bind, parse_address
+from evenroute.eplb.store.schema import APPLICATION_ID
+
+if typing.TYPE_CHECKING:
+    from evenroute.dist.config import PlannerSettings, RebalancerSettings, SecuritySettings
+
+MAX_TRIAL_GROUPS = 512
+_TRIAL_RANKS = 2
+
+
+def check_files(settings: RebalancerSettings, security: SecuritySettings) -> list[str]:
+    """ValueError or OSError where an address, a file or a key cannot serve; warnings about the keys' files."""
+    address = parse_address(settings.bind, field="rebalancer.bind (--bind)")
+    check_bind(
+        address,
+        field="rebalancer.bind (--bind)",
+        has_keys=bool(security.keys),
+        insecure=security.insecure,
+    )
+    names = {"rebalancer.store": Path(settings.store)}
+    _check_store(names["rebalancer.store"])
+    if address.ipc_path is not None:
+        _check_folder("rebalancer.bind", address.ipc_path)
+        names["rebalancer.bind"] = address.ipc_path
+    if settings.ready_file:
+        ready = names["rebalancer.ready_file"] = Path(settings.ready_file)
+        _check_folder("rebalancer.ready_file", ready)
+        if ready.is_dir():
+            raise ValueError(f"rebalancer.ready_file: {ready} is a folder, expected a file's name")
+        if ready.exists() and not ready.is_file():
+            raise ValueError(f"rebalancer.ready_file: {ready} is not a regular file")
+    _check_apart(names)
+    if settings.metrics_bind and address.port and address.endpoint == f"tcp://{settings.metrics_bind}":
+        raise ValueError(
+            f"rebalancer.metrics_bind: {settings.metrics_bind} is the address of rebalancer.bind too"
+        )
+    return _check_keys(Path(security.keys)) if security.keys else []
+
+
+def _check_apart(names: dict[str, Path]) -> None:
+    seen: dict[str, str] = {}
+    for field, path in names.items():
+        place = os.path.realpath(path)
+        if place in seen:
+            raise ValueError(f"{field}: {path} is the file of {seen[place]} too")
+        seen[place] = field
+
+
+def _check_folder(field: str, path: Path) -> None:
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{field}: folder {folder} does not exist")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{field}: folder {folder} cannot be written")
+
+
+def _check_store(path: Path) -> None:
+    """ValueError unless there is a store at `path` or one can be made there."""
+    field = "rebalancer.store"
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a loop of links, a name that is too long, a folder that is a file
+        raise ValueError(f"{field}: {path}: {error.strerror}") from None
+    _check_folder(field, path)
+    if path.is_dir():
+        raise ValueError(f"{field}: {path} is a folder, expected a file's name")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{field}: {path} is not a regular file")
+    if path.exists() and not os.access(path, os.R_OK | os.W_OK):
+        raise ValueError(f"{field}: {path} cannot be read and written")
+    if path.exists() and path.stat().st_size:
+        # Not through SQLite, which would put its own files beside one of the names of a store that is in use.
+        with path.open("rb") as file:
+            header = file.read(72)
+        if header[:16] != b"SQLite format 3\0" or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
+            raise ValueError(
+                f"{field}: {path} exists and is not an evenroute store; expected one, or a free path"
+            )
+
+
+def _check_keys(folder: Path) -> list[str]:
+    """ValueError or OSError unless the rebalancer can use the folder; warnings where others can."""
+    from evenroute.dist.wire.keys import KNOWN_KEYS, SERVER_FILE, load_server_keys
+
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(
+            f"security.keys (--keys): {folder} is a file, expected a folder of `evenroute keygen`"
+        )
+    for name in (SERVER_FILE, KNOWN_KEYS):
+        if (folder / name).exists() and not os.access(folder / name, os.R_OK):
+            raise ValueError(f"security.keys (--keys): {folder / name} cannot be read by this user")
+    load_server_keys(folder)
+    warnings = []
+    for name, refused, whom in (
+        (SERVER_FILE, stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP, "read or written"),
+        (KNOWN_KEYS, stat.S_IWOTH | stat.S_IWGRP, "written"),
+    ):
+        mode = stat.S_IMODE((folder / name).stat().st_mode)
+        if mode & refused:
+            warnings.append(
+                f"security.keys: {folder / name} has mode {mode:03o}: it can be {whom} by other users"
+            )
+    return warnings
+
+
+def check_own_planner(planner: PlannerSettings, *, trial: bool) -> list[str]:
+    """ValueError unless `planner.function` imports and takes a planner's arguments; with `trial` also unless it plans.
+
+    The trial is one layer of a few experts on two ranks. A ValueError there may be about this case alone: a warning.
+    """
+    from evenroute.dist.rebalancer.planner import PlannerError, PlannerProcess, check_planner, plan_now
+
+    check_planner(planner.function)
+    if not trial or planner.num_groups > MAX_TRIAL_GROUPS:
+        return []
+    field = f"planner.function (--planner): {planner.function!r}"
+    process = PlannerProcess(planner.time_limit_s, planner.function)
+    try:
+        reply = plan_now(process, _trial_request(planner))
+    except PlannerError as error:
+        if str(error).startswith("ValueError: "):
+            return [f"{field} refuses a tiny case: {str(error).partition(': ')[2]}"]
+        raise ValueError(f"{field} failed on a tiny case: {error}; expected a plan") from None
+    finally:
+        process.close()
+    assert reply.placement is not None
+    experts = 4 * planner.num_groups
+    found = reply.placement
+    shape = (found.num_layers, found.num_logical_experts, found.num_slots, found.ep_size)
+    if shape != (1, experts, experts + _TRIAL_RANKS, _TRIAL_RANKS):
+        raise ValueError(f"{field} answered a tiny case with a placement of another shape")
+    return []
+
+
+def _trial_request(planner: PlannerSettings) -> typing.Any:
+    from evenroute.dist.rebalancer.planner import plan_request
+    from evenroute.eplb.placement.placement import Placement
+    from evenroute.eplb.placement.topology import Topology
+
+    experts = 4 * planner.num_groups
+    current = Placement.initial(1, experts, experts + _TRIAL_RANKS, Topology(_TRIAL_RANKS))
+    return plan_request(planner, 1, np.arange(1.0, experts + 1.0)[None], current)

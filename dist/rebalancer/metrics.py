@@ -1,0 +1,195 @@
+"""Prometheus metrics of the rebalancer. All names are here, and nowhere else.
+
+They are made at each scrape from the last `control.Status`, so that the main loop never waits for a scraper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from threading import Thread
+from typing import Final
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from evenroute.dist.wire.control import Status
+from evenroute.eplb._checks import (
+    require_callable,
+    require_instance,
+    require_int,
+    require_seconds,
+    require_text,
+)
+
+PREFIX: Final = "evenroute_"
+
+# name -> (help, labels); counters get `_total` appended by Prometheus' own rule.
+COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "windows_received": ("Windows stored, each once.", ()),
+    "windows_duplicate": ("Windows that came again and were only acknowledged.", ()),
+    "windows_merged": ("Windows that cover several, merged while a rank could not send.", ()),
+    "windows_missing": ("Windows that never came: of a dead rank or a lost store.", ()),
+    "windows_rejected": ("Windows refused for impossible shapes or counts.", ()),
+    "windows_ignored": ("Windows of another run or before the life began.", ()),
+    "messages_rejected": ("Frames refused by the decoder or by their content, by kind.", ("kind",)),
+    "frames_dropped": ("Frames to peers that left or do not read.", ()),
+    "plans": ("Planning cycles by result.", ("result",)),
+    "placements": ("Placements by what became of them.", ("result",)),
+    "store_errors": ("Writes to the store that failed.", ()),
+    "keys_refused": ("Connections turned away for an unknown key.", ()),
+}
+PLAN_ERRORS: Final = ("exception", "timeout", "crash", "garbage")
+PLACEMENT_RESULTS: Final = ("published", "unchanged", "not_worth_it", "refused", "not_kept")
+GAUGES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "up": ("1 while serving, 0 while waiting for ranks.", ()),
+    "degraded": ("Number of reasons for which `evenroute status` says degraded.", ()),
+    "epoch": ("Epoch of this life.", ()),
+    "version": ("Newest version published in this life.", ()),
+    "lag_seconds": ("Oldest frame's wait in the rebalancer's last turn.", ()),
+    "ranks": ("Ranks of the job, and those heard lately.", ("state",)),
+    "rank_version": ("Newest version that a rank holds.", ("rank",)),
+    "rank_silence_seconds": ("Since a rank was last heard.", ("rank",)),
+    "rank_last_step": ("Last step whose counts of a rank are stored.", ("rank",)),
+    "plan_seconds": ("Duration of the last plan.", ()),
+    "until_next_plan": ("Seconds or windows until the next plan, by unit; never negative.", ("unit",)),
+    "balancedness": (
+        "Mean over max rank load of the last interval, per layer, placement in use.",
+        ("layer",),
+    ),
+    "balancedness_total": ("Sum of means over sum of maxes of the last interval.", ()),
+    "balancedness_predicted_total": ("The same as predicted for the newest plan.", ()),
+    "live_layers_behind": ("Whether some layer is not on the newest version (0 or 1).", ()),
+    "recording": ("1 while a recording runs.", ()),
+}
+
+
+def metric_names() -> list[str]:
+    """Names as a scrape shows them."""
+    return [f"{PREFIX}{name}_total" for name in COUNTERS] + [f"{PREFIX}{name}" for name in GAUGES]
+
+
+def counter_values(status: Status) -> dict[str, list[tuple[tuple[str, ...], float]]]:
+    """Each counter's samples: label values and value; ValueError for what is no status."""
+    require_instance("status", status, Status)
+    count = status.counters
+    plain = {
+        "windows_received": "windows_stored",
+        "windows_duplicate": "windows_duplicate",
+        "windows_merged": "windows_merged",
+        "windows_missing": "windows_missing",
+        "windows_rejected": "windows_rejected",
+        "windows_ignored": "windows_ignored",
+        "frames_dropped": "frames_dropped",
+        "store_errors": "store_errors",
+        "keys_refused": "keys_refused",
+    }
+    found: dict[str, list[tuple[tuple[str, ...], float]]] = {
+        name: [((), float(count.get(source, 0)))] for name, source in plain.items()
+    }
+    rejected = ("decode", "content", "role", "other_job", "internal")
+    found["messages_rejected"] = [((kind,), float(count.get(f"rejected_{kind}", 0))) for kind in rejected]
+    plans = {"succeeded": status.plans_succeeded, **_from_zero(PLAN_ERRORS, status.plan_errors)}
+    found["plans"] = [((result,), float(number)) for result, number in plans.items()]
+    placements = _from_zero(PLACEMENT_RESULTS, status.placements)
+    found["placements"] = [((result,), float(number)) for result, number in placements.items()]
+    return found
+
+
+def _from_zero(known: tuple[str, ...], counted: dict[str, int]) -> dict[str, int]:
+    """A series that appears at 1 has not increased: Prometheus must have seen its 0, or the first is not alerted."""
+    return dict.fromkeys(known, 0) | dict(sorted(counted.items()))
+
+
+def gauge_values(status: Status, max_rank_silence_s: float) -> dict[str, list[tuple[tuple[str, ...], float]]]:
+    """Each gauge's samples: label values and value; a gauge without data has none.
+
+    A rank counts as heard that told something in the last `max_rank_silence_s` seconds, as for `degraded`. Raises
+    ValueError for what is no status or no time.
+    """
+    require_instance("status", status, Status)
+    require_seconds("max_rank_silence_s", max_rank_silence_s)
+
+    def one(value: float | None) -> list[tuple[tuple[str, ...], float]]:
+        return [] if value is None else [((), float(value))]
+
+    heard = [rank for rank in status.ranks if rank.heard_s_ago is not None]
+    lately = [rank for rank in heard if (rank.heard_s_ago or 0.0) <= max_rank_silence_s]
+    return {
+        "up": one(status.state == "serving"),
+        "degraded": one(len(status.degraded)),
+        "epoch": one(status.epoch),
+        "version": one(status.version),
+        "lag_seconds": one(status.lag_s),
+        "ranks": [(("expected",), float(status.ep_size)), (("heard",), float(len(lately)))],
+        "rank_version": [((str(rank.rank),), float(rank.held[1])) for rank in heard],
+        "rank_silence_seconds": [((str(rank.rank),), float(rank.heard_s_ago or 0.0)) for rank in heard],
+        "rank_last_step": [
+            ((str(r.rank),), float(r.last_step)) for r in status.ranks if r.last_step is not None
+        ],
+        "plan_seconds": one(status.plan_seconds),
+        "until_next_plan": [((status.interval_unit,), status.until_next_plan)],
+        "balancedness": [
+            ((str(layer),), value)
+            for layer, value in enumerate(status.balancedness_per_layer)
+            if value is not None
+        ],
+        "balancedness_total": one(status.balancedness_total),
+        "balancedness_predicted_total": one(status.balancedness_predicted),
+        "live_layers_behind": one(status.live_lowest != status.newest),
+        "recording": one(status.recording),
+    }
+
+
+class StatusCollector(Collector):
+    """Turns the last status into metric families at each scrape."""
+
+    def __init__(self, last_status: Callable[[], Status | None], max_rank_silence_s: float) -> None:
+        require_callable("last_status", last_status, "last_status()")
+        require_seconds("max_rank_silence_s", max_rank_silence_s)
+        self._last_status = last_status
+        self._max_rank_silence_s = max_rank_silence_s
+
+    def collect(self) -> Iterable[Metric]:
+        """All families; those without data yet have no sample."""
+        status = self._last_status()
+        counters = {} if status is None else counter_values(status)
+        for name, (text, labels) in COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
+            for values, value in counters.get(name, []):
+                counter.add_metric(values, value)
+            yield counter
+        gauges = {} if status is None else gauge_values(status, self._max_rank_silence_s)
+        for name, (text, labels) in GAUGES.items():
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=labels)
+            for values, value in gauges.get(name, []):
+                gauge.add_metric(values, value)
+            yield gauge
+
+
+class MetricsServer:
+    """The scrape endpoint. OSError in one line when its address cannot be bound, ValueError for none."""
+
+    def __init__(
+        self, host: str, port: int, last_status: Callable[[], Status | None], max_rank_silence_s: float
+    ) -> None:
+        require_text("host", host)
+        require_int("port", port, 0, 65535)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(StatusCollector(last_status, max_rank_silence_s))
+        try:
+            served: tuple[WSGIServer, Thread] = start_http_server(port, addr=host, registry=registry)
+        except OSError as error:
+            reason = error.strerror or error
+            raise OSError(
+                f"rebalancer.metrics_bind (--metrics-bind): {host}:{port} cannot be bound: {reason}"
+            ) from None
+        self._server, self._thread = served
+        self.address = f"{host}:{self._server.server_port}"
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(2.0)

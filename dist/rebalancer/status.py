@@ -1,0 +1,175 @@
+"""The rebalancer's state as a `control.Status`, and when it is degraded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+
+from evenroute.dist.config import RebalancerConfig
+from evenroute.dist.protocol.rebalancer import Phase, RebalancerCore
+from evenroute.dist.rebalancer.plan_cycle import PlanCycle
+from evenroute.dist.rebalancer.recording import Recorder
+from evenroute.dist.wire.control import RankRecording, RankStatus, Status
+from evenroute.dist.wire.messages import NO_KEY
+from evenroute.eplb.store.writer import RankState
+
+_STORE_ERROR_TELLS_S = 60.0
+
+
+class StatusBuilder:
+    """Makes the status; `rank_states` reads per-rank receipt from the store (called once per build)."""
+
+    def __init__(self, config: RebalancerConfig, core: RebalancerCore, plans: PlanCycle, now: float) -> None:
+        self._config = config
+        self._core = core
+        self._plans = plans
+        self._started_at = now
+        self._store_errors = 0
+        self._store_error_at: float | None = None
+        self._version = (NO_KEY, now)
+
+    def build(
+        self,
+        now: float,
+        *,
+        address: str,
+        lag_s: float,
+        extra_counters: Mapping[str, int],
+        rank_states: Callable[[int], list[RankState]],
+        problems: Sequence[str],
+        recorder: Recorder,
+        rank_recordings: Mapping[int, RankRecording],
+    ) -> Status:
+        """The status of this moment."""
+        core, plans, planner = self._core, self._plans, self._config.planner
+        ranks = self._ranks(now, rank_states, rank_recordings)
+        newest = core.newest.key if core.newest is not None else NO_KEY
+        live_lowest, live_highest = core.view.live_range() if core.view is not None else (NO_KEY, NO_KEY)
+        job = core.job
+        counters = {**asdict(core.counters), **extra_counters}
+        return Status(
+            state=core.phase.value,
+            degraded=[*self._degraded(now, ranks), *problems],
+            pid=os.getpid(),
+            uptime_s=now - self._started_at,
+            address=address,
+            store=self._config.rebalancer.store,
+            epoch=core.epoch,
+            version=core.version,
+            run=0 if core.view is None else core.view.run,
+            model="" if job is None else job.model,
+            ep_size=0 if job is None else job.ep_size,
+            num_layers=0 if job is None else job.num_layers,
+            num_logical_experts=0 if job is None else job.num_logical_experts,
+            num_slots=0 if job is None else job.num_slots,
+            newest=newest,
+            live_lowest=live_lowest,
+            live_highest=live_highest,
+            settled=core.settled(),
+            ranks=ranks,
+            interval=planner.interval,
+            interval_unit=planner.interval_unit,
+            until_next_plan=plans.until_next(now),
+            plan_cycle=plans.cycle,
+            plan_seconds=plans.plan_seconds,
+            plans_succeeded=plans.succeeded,
+            plan_errors=dict(plans.errors),
+            last_plan_error=plans.last_error,
+            placements=dict(plans.placements),
+            balancedness_total=plans.before_total,
+            balancedness_per_layer=plans.before_per_layer,
+            balancedness_predicted=plans.predicted,
+            counters={name: value for name, value in counters.items() if isinstance(value, int)},
+            lag_s=lag_s,
+            recording=recorder.active,
+            recording_per_rank=recorder.per_rank,
+            recording_mode=recorder.mode,
+            recording_name=recorder.name,
+            shared_counts=job is not None and job.shared_counts,
+        )
+
+    def _ranks(
+        self,
+        now: float,
+        rank_states: Callable[[int], list[RankState]],
+        recordings: Mapping[int, RankRecording],
+    ) -> list[RankStatus]:
+        core = self._core
+        if core.view is None:
+            return []
+        stored = {state.rank: state for state in rank_states(core.view.run)}
+        newest = core.newest.key if core.newest is not None else NO_KEY
+        found = []
+        for number in range(core.view.job.ep_size):
+            view, state = core.view.ranks.get(number), stored.get(number)
+            found.append(
+                RankStatus(
+                    rank=number,
+                    heard_s_ago=None if view is None else max(0.0, now - view.heard_at),
+                    vote=0 if view is None else view.vote,
+                    held=NO_KEY if view is None else view.held,
+                    fence=0 if view is None else view.fence,
+                    last_seq=0 if state is None else state.last_seq,
+                    missing_windows=0 if state is None else state.missing,
+                    first_step=None if state is None else state.first_step,
+                    last_step=None if state is None else state.last_step,
+                    tokens=0 if state is None else state.tokens,
+                    behind=view is None or view.held < newest,
+                    recording=recordings.get(number),
+                )
+            )
+        return found
+
+    def _degraded(self, now: float, ranks: list[RankStatus]) -> list[str]:
+        core, settings = self._core, self._config.rebalancer
+        reasons = []
+        if core.phase is Phase.ENDED:
+            reasons.append(f"this life has ended: {core.ended}")
+        listening = core.phase is Phase.WAITING and now - self._started_at < settings.listen_s
+        silent = [
+            rank.rank
+            for rank in ranks
+            if (rank.heard_s_ago is None and not listening)
+            or (rank.heard_s_ago or 0.0) > settings.max_rank_silence_s
+        ]
+        if silent:
+            reasons.append(f"not heard for {settings.max_rank_silence_s:g} s: {_ranks_text(silent)}")
+        reasons += self._version_reasons(now, ranks)
+        if self._plans.overdue(now):
+            why = self._plans.last_error or self._plans.waiting_for or "no plan was due in time"
+            intervals = self._config.planner.degraded_after
+            reasons.append(f"no successful plan for {intervals} intervals ({why})")
+        if core.counters.store_errors > self._store_errors:
+            self._store_errors, self._store_error_at = core.counters.store_errors, now
+        if self._store_error_at is not None and now - self._store_error_at < _STORE_ERROR_TELLS_S:
+            reasons.append(f"store: {core.counters.store_errors} errors, the last one lately")
+        return reasons
+
+    def _version_reasons(self, now: float, ranks: list[RankStatus]) -> list[str]:
+        core = self._core
+        if core.newest is None or core.view is None:
+            return []
+        key = core.newest.key
+        if self._version[0] != key:
+            self._version = (key, now)
+        reasons = []
+        lowest, highest = core.view.live_range()
+        if core.view.given_up() >= key and (lowest, highest) != (key, key):
+            reasons.append(f"version {key} was refused, failed or is in conflict; the placement before stays")
+        elif not core.settled() and now - self._version[1] > self._config.rebalancer.version_limit_s:
+            behind = [rank.rank for rank in ranks if rank.behind]
+            who = (
+                f"{_ranks_text(behind)} did not get it"
+                if behind
+                else "all ranks hold it, the switch is under way"
+            )
+            reasons.append(
+                f"version {key} is not in use everywhere after {now - self._version[1]:.0f} s: {who}"
+            )
+        return reasons
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    names = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"

@@ -1,0 +1,1 @@
+"""Expert weights: where they lie, how they travel, how they are verified and committed."""

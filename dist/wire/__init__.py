@@ -1,0 +1,1 @@
+"""What goes over a socket: addresses, keys, links and messages."""

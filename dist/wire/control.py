@@ -1,0 +1,275 @@
+"""What operators and viewers say to the rebalancer, and its answers: the same socket as the ranks', another tag.
+
+Roles: a viewer may ask for the status and read recordings; an operator may also start and stop recordings; a rank may
+only report on its recording of passes. On an address without keys every local peer may do all.
+
+Versions: every request carries `CONTROL_PROTOCOL`; one of another version is answered by `Refused`, which no version
+changes, with both numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+from evenroute.dist.wire.keys import LOCAL_ROLE
+from evenroute.dist.wire.messages import MessageError
+from evenroute.dist.wire.recording import (
+    CONTROL_PROTOCOL,
+    OPTIONAL_NAME,
+    RecordingState,
+    RecordMode,
+    RecordOrder,
+    RecordReport,
+)
+
+CONTROL_LIMIT_BYTES = 64 * 1024
+ANSWER_LIMIT_BYTES = 32 * 1024 * 1024
+
+
+class StatusRequest(Struct, frozen=True, tag="status", forbid_unknown_fields=True):
+    """How are you?"""
+
+    protocol: int = CONTROL_PROTOCOL
+
+
+class RecordStart(Struct, frozen=True, tag="record-start", forbid_unknown_fields=True):
+    """Keep single windows from now on; `per_rank`: each rank's windows as well.
+
+    Modes per_pass and per_token also have every rank write its own files, called `name` ("" = the time in UTC).
+    """
+
+    per_rank: bool = False
+    mode: RecordMode = "stat"
+    name: Annotated[str, Meta(pattern=OPTIONAL_NAME)] = ""
+    protocol: int = CONTROL_PROTOCOL
+
+
+class RecordStop(Struct, frozen=True, tag="record-stop", forbid_unknown_fields=True):
+    """End the recording; it can still be dumped."""
+
+    protocol: int = CONTROL_PROTOCOL
+
+
+class RecordRead(Struct, frozen=True, tag="record-read", forbid_unknown_fields=True):
+    """The next windows of the recording, from number `offset`; `rank` None: fleet-wide."""
+
+    offset: Annotated[int, Meta(ge=0, lt=2**62)] = 0
+    rank: Annotated[int, Meta(ge=0, lt=65536)] | None = None
+    protocol: int = CONTROL_PROTOCOL
+
+
+Request: TypeAlias = StatusRequest | RecordStart | RecordStop | RecordRead | RecordReport
+
+ALLOWED: dict[type, frozenset[str]] = {
+    StatusRequest: frozenset({LOCAL_ROLE, "operator", "viewer"}),
+    RecordRead: frozenset({LOCAL_ROLE, "operator", "viewer"}),
+    RecordStart: frozenset({LOCAL_ROLE, "operator"}),
+    RecordStop: frozenset({LOCAL_ROLE, "operator"}),
+    RecordReport: frozenset({LOCAL_ROLE, "rank"}),
+}
+RANK_ROLES = frozenset({LOCAL_ROLE, "rank"})
+
+
+class RankRecording(Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank's part in a recording of passes, as it last reported; see `RecordReport`."""
+
+    state: RecordingState
+    passes: int
+    tokens: int
+    num_bytes: int
+    dropped: int
+    merged: int
+    files: int
+    reason: str
+    host: str
+    path: str
+
+
+class RankStatus(Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank as the rebalancer sees it; `heard_s_ago` None = never in this life. Keys are (epoch, version)."""
+
+    rank: int
+    heard_s_ago: float | None
+    vote: int = 0
+    held: tuple[int, int] = (0, 0)
+    fence: int = 0
+    last_seq: int = 0
+    missing_windows: int = 0
+    first_step: int | None = None
+    last_step: int | None = None
+    tokens: int = 0
+    behind: bool = False
+    recording: RankRecording | None = None
+
+
+class Status(Struct, frozen=True, forbid_unknown_fields=True):
+    """The rebalancer's state; times in seconds. `state`: waiting, serving or ended; `degraded`: why, if at all."""
+
+    state: str
+    degraded: list[str]
+    pid: int
+    uptime_s: float
+    address: str
+    store: str
+    epoch: int
+    version: int
+    run: int
+    model: str
+    ep_size: int
+    num_layers: int
+    num_logical_experts: int
+    num_slots: int
+    newest: tuple[int, int]
+    live_lowest: tuple[int, int]
+    live_highest: tuple[int, int]
+    settled: bool
+    ranks: list[RankStatus]
+    interval: float
+    interval_unit: str
+    until_next_plan: float
+    plan_cycle: int
+    plan_seconds: float | None
+    plans_succeeded: int
+    plan_errors: dict[str, int]
+    last_plan_error: str
+    placements: dict[str, int]
+    balancedness_total: float | None
+    balancedness_per_layer: list[float | None]
+    balancedness_predicted: float | None
+    counters: dict[str, int]
+    lag_s: float
+    recording: bool
+    recording_per_rank: bool
+    recording_mode: str = ""  # of the recording that runs or can be dumped, "" = none
+    recording_name: str = ""
+    shared_counts: bool = False  # all ranks see the same tokens: rank 0 counts and records for all
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is degraded."""
+        return not self.degraded
+
+
+class RecordedWindow(Struct, frozen=True, forbid_unknown_fields=True):
+    """Counts int64 [L, E] (raw little-endian) of steps first_step..last_step."""
+
+    time: float
+    first_step: int
+    last_step: int
+    tokens: int
+    complete: bool
+    counts: bytes
+
+
+class Recorded(Struct, frozen=True, tag="recorded", forbid_unknown_fields=True):
+    """A part of a recording; `next_offset` None = this was the last part. The shape is the recorded run's."""
+
+    windows: list[RecordedWindow]
+    next_offset: int | None
+    model: str
+    num_layers: int
+    num_logical_experts: int
+    num_slots: int
+    ep_size: int
+    num_nodes: int
+    top_k: int
+    ranks: list[int]
+
+
+class StatusAnswer(Struct, frozen=True, tag="status", forbid_unknown_fields=True):
+    """Answer to `StatusRequest`."""
+
+    status: Status
+
+
+class Done(Struct, frozen=True, tag="done", forbid_unknown_fields=True):
+    """It is done; `text` says what."""
+
+    text: str
+
+
+class Refused(Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
+    """It is not done, and why."""
+
+    reason: str
+
+
+Answer: TypeAlias = StatusAnswer | Recorded | Done | Refused | RecordOrder
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_orders: msgspec.msgpack.Decoder[RecordOrder] = msgspec.msgpack.Decoder(RecordOrder)
+
+
+class _Versioned(Struct):
+    protocol: int
+
+
+_versions = msgspec.msgpack.Decoder(_Versioned)
+
+
+class ForeignVersionError(MessageError):
+    """The sender speaks another version of the control messages."""
+
+
+def encode_control(message: Request | Answer) -> bytes:
+    """The frame of a request or an answer (msgpack)."""
+    return _encoder.encode(message)
+
+
+def decode_request(frame: bytes | memoryview) -> Request:
+    """A request; MessageError in one line when it is none, ForeignVersionError when it is one of another version."""
+    if len(frame) > CONTROL_LIMIT_BYTES:
+        raise MessageError(f"control frame: found {len(frame)} bytes, allowed at most {CONTROL_LIMIT_BYTES}")
+    try:
+        request = _requests.decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        _check_version(frame)
+        raise MessageError(f"control frame: {_line(error)}") from None
+    _check_protocol(request.protocol)
+    return request
+
+
+def decode_order(frame: bytes | memoryview) -> RecordOrder:
+    """The rebalancer's order to a rank; MessageError in one line when it is none."""
+    if len(frame) > CONTROL_LIMIT_BYTES:
+        raise MessageError(f"order: found {len(frame)} bytes, allowed at most {CONTROL_LIMIT_BYTES}")
+    try:
+        order = _orders.decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        _check_version(frame)
+        raise MessageError(f"order: {_line(error)}") from None
+    _check_protocol(order.protocol)
+    return order
+
+
+def decode_answer(frame: bytes | memoryview) -> Answer:
+    """An answer; MessageError in one line when it is none."""
+    try:
+        return _answers.decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise MessageError(
+            f"answer of the rebalancer: {_line(error)}; is it of another evenroute version than this command?"
+        ) from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _check_version(frame: bytes | memoryview) -> None:
+    """A frame of another version may fail on its fields; then the version is what to report."""
+    try:
+        version = _versions.decode(frame).protocol
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return
+    _check_protocol(version)
+
+
+def _check_protocol(version: int) -> None:
+    if version != CONTROL_PROTOCOL:
+        raise ForeignVersionError(f"control protocol: found {version}, expected {CONTROL_PROTOCOL}")

@@ -1,0 +1,1 @@
+"""What inspect, replay and advise say about loads."""

@@ -1,0 +1,1 @@
+"""Dumps: the files of recordings, one file of checksummed frames."""

@@ -1,0 +1,1 @@
+"""Files of counts and placements, ours and other engines'."""

@@ -1,0 +1,1 @@
+"""Placements: which expert every slot holds, in which shares, on which ranks."""

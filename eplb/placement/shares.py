@@ -1,0 +1,39 @@
+"""Arithmetic on rows of slots that are known to be good; `evenroute.eplb.placement.placement` checks them first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SHARE_TOTAL = 65535
+
+
+def count_replicas(rows: NDArray[Any], num_logical_experts: int) -> NDArray[np.int64]:
+    """Slots of every expert: ``[L, P]`` -> ``[L, E]``, all entries in [0, E)."""
+    keys = rows + np.arange(len(rows), dtype=np.int64)[:, None] * num_logical_experts
+    counts = np.bincount(keys.ravel(), minlength=len(rows) * num_logical_experts)
+    return counts.reshape(len(rows), num_logical_experts)
+
+
+def divide_evenly(slots: NDArray[Any]) -> NDArray[np.uint16]:
+    """Equal shares ``[P]`` or ``[L, P]``: 65535 an expert, left-over units to its lowest slots."""
+    rows = np.atleast_2d(slots).astype(np.int64)
+    if rows.size == 0:
+        return np.zeros(slots.shape, dtype=np.uint16)
+    keys = rows + np.arange(len(rows))[:, None] * (int(rows.max()) + 1)
+    flat = keys.ravel()
+    counts = np.bincount(flat)
+    order = np.argsort(flat, kind="stable")
+    starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    replica = np.empty(flat.size, dtype=np.int64)
+    replica[order] = np.arange(flat.size) - starts[flat[order]]
+    count = counts[flat]
+    shares: NDArray[np.uint16] = (SHARE_TOTAL // count + (replica < SHARE_TOTAL % count)).astype(np.uint16)
+    return shares.reshape(slots.shape)
+
+
+def uneven_or_none(slots: NDArray[Any], shares: NDArray[Any]) -> NDArray[np.uint16] | None:
+    """``shares`` as uint16, or None where they are exactly the even ones."""
+    return None if np.array_equal(shares, divide_evenly(slots)) else np.asarray(shares, dtype=np.uint16)

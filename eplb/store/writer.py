@@ -1,0 +1,453 @@
+"""The rebalancer's history store: one SQLite file in WAL mode.
+
+Safe at kill -9 (a transaction is whole or absent) and readable while written. Every write checks inside its own
+transaction that the writer's epoch is still the store's last, so a frozen rebalancer that wakes up after another
+took over cannot write. `synchronous=NORMAL`: a power cut may take the last commits, never the file.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import sqlite3
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.store.checkpoint import Checkpointer
+from evenroute.eplb.store.reader import StoreReader, check_format, connect
+from evenroute.eplb.store.schema import (
+    APPLICATION_ID,
+    FORMAT_VERSION,
+    SCHEMA,
+    EpochRow,
+    EventRow,
+    JobRow,
+    PlacementRow,
+    RankState,
+    RankWindow,
+    StaleEpochError,
+    StoreError,
+    WindowRow,
+    counts_from_blob,
+    counts_to_blob,
+)
+
+__all__ = [
+    "EpochRow",
+    "EventRow",
+    "HistoryStore",
+    "JobRow",
+    "PlacementRow",
+    "RankState",
+    "RankWindow",
+    "Receipt",
+    "StaleEpochError",
+    "StoreError",
+    "StoreReader",
+    "WindowRow",
+]
+
+_OPEN_ROWS = 8  # window rows kept in memory while ranks still add to them
+_RANKS_A_QUERY = 64
+_LAST_SEQS = (
+    f"SELECT rank, last_seq FROM rank_state WHERE run = ? AND rank IN ({', '.join('?' * _RANKS_A_QUERY)})"
+)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What became of one received window: stored now or known already, and how many before it never came."""
+
+    window: RankWindow
+    stored: bool
+    missing_before: int
+
+
+class HistoryStore(StoreReader):
+    """The writer. One at a time holds it (the rebalancer locks the file); the epoch check is the second fence.
+
+    Raises StoreError when the file cannot be made, opened or written, StaleEpochError from any write once another
+    epoch has been registered.
+    """
+
+    def __init__(
+        self, path: str | Path, *, timeout_s: float = 5.0, background_checkpoint: bool = False
+    ) -> None:
+        self.path = Path(path)
+        self._checkpointer: Checkpointer | None = None
+        self._connection = connect(self.path, read_only=False, timeout_s=timeout_s)
+        self._open_rows: OrderedDict[tuple[int, int], NDArray[np.int64]] = OrderedDict()
+        self._jobs: dict[int, JobRow] = {}
+        try:
+            with self._write_errors():
+                if not self._connection.execute("PRAGMA schema_version").fetchone()[0]:
+                    self._create()
+                check_format(self._connection, self.path)
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                self._connection.execute("PRAGMA synchronous = NORMAL")
+                if background_checkpoint:
+                    # Only a log of 100 MB, which the thread has not kept up with, is moved by the writer itself.
+                    self._connection.execute("PRAGMA wal_autocheckpoint = 25000")
+                    self._checkpointer = Checkpointer(self.path)
+        except StoreError:
+            self._connection.close()
+            raise
+
+    def log_file(self) -> tuple[int, int] | None:
+        """Device and inode of the write-ahead log, which holds what is not moved into the file yet; None without one.
+
+        SQLite keeps one as long as the store is open."""
+        try:
+            found = Path(f"{self.path.resolve()}-wal").stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def close(self) -> None:
+        """Close the file; harmless when repeated."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+        super().close()
+
+    def _create(self) -> None:
+        self._connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        self._connection.executescript(
+            f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA application_id = {APPLICATION_ID};"
+            f"PRAGMA user_version = {FORMAT_VERSION}; COMMIT;"
+        )
+
+    @contextmanager
+    def _write_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(f"store {self.path}: cannot be written: {error}") from error
+
+    @contextmanager
+    def _transaction(self, epoch: int | None) -> Iterator[sqlite3.Connection]:
+        with self._write_errors():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                if epoch is not None and epoch != (last := self.last_epoch()):
+                    raise StaleEpochError(
+                        f"store {self.path}: epoch {last} has taken over from epoch {epoch}"
+                    )
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                self._open_rows.clear()
+                with suppress(sqlite3.Error):
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def last_epoch(self) -> int:
+        """The highest epoch that was ever registered; 0 in a new store."""
+        return int(self._connection.execute("SELECT coalesce(max(epoch), 0) FROM epochs").fetchone()[0])
+
+    def begin_epoch(self, epoch: int, *, pid: int, now: float) -> None:
+        """Register a life of the rebalancer; ValueError unless it is above all earlier ones."""
+        with self._transaction(None) as connection:
+            if epoch <= (last := self.last_epoch()):
+                raise ValueError(f"epoch: {epoch} found, expected above the store's last, {last}")
+            connection.execute(
+                "INSERT INTO epochs VALUES (?, ?, ?, ?)", (epoch, now, pid, socket.gethostname())
+            )
+
+    def set_job(self, run: int, job: JobRow, *, epoch: int | None, now: float) -> None:
+        """Note the shape of a run before its first window; ValueError when the run has another shape already."""
+        with self._transaction(epoch) as connection:
+            known = self.job(run)
+            if known is None:
+                values = (run, now, *asdict(job).values())
+                connection.execute("INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+            elif known != job:
+                raise ValueError(f"store {self.path}: run {run} has shape {known}, found {job}")
+
+    def last_seq(self, run: int, rank: int) -> int:
+        """Sequence number of the last stored window of (run, rank); 0 when there is none."""
+        query = "SELECT last_seq FROM rank_state WHERE run = ? AND rank = ?"
+        row = self._connection.execute(query, (run, rank)).fetchone()
+        return 0 if row is None else int(row[0])
+
+    def add_windows(
+        self,
+        windows: Sequence[RankWindow],
+        *,
+        epoch: int,
+        now: float,
+        keep_rank_detail: bool = False,
+    ) -> list[Receipt]:
+        """Store a batch of windows in ONE transaction; each is counted exactly once per (run, rank, seq).
+
+        The shapes of their runs are known (`set_job`) and checked by the caller, who acknowledges after this returns,
+        duplicates included.
+        """
+        receipts: list[Receipt] = []
+        touched: dict[tuple[int, int], list[RankWindow]] = {}
+        with self._transaction(epoch) as connection:
+            last_seq = self._last_seqs(windows)
+            for window in windows:
+                last = last_seq.get((window.run, window.rank), 0)
+                if window.seq <= last:
+                    receipts.append(Receipt(window, stored=False, missing_before=0))
+                    continue
+                last_seq[window.run, window.rank] = window.seq
+                missing = window.seq - last - 1
+                receipts.append(Receipt(window, stored=True, missing_before=missing))
+                touched.setdefault((window.run, window.last_step), []).append(window)
+                if keep_rank_detail:
+                    connection.execute(
+                        "INSERT INTO rank_windows VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                        (
+                            window.run,
+                            window.rank,
+                            window.seq,
+                            window.first_step,
+                            window.last_step,
+                            now,
+                            window.tokens,
+                            counts_to_blob(window.counts),
+                        ),
+                    )
+            self._advance_ranks(connection, receipts, now)
+            for (run, last_step), added in touched.items():
+                self._add_to_row(connection, run, last_step, added, epoch, now)
+        return receipts
+
+    def _last_seqs(self, windows: Sequence[RankWindow]) -> dict[tuple[int, int], int]:
+        """Last stored sequence number of each (run, rank) in `windows`, those without one left out."""
+        found: dict[tuple[int, int], int] = {}
+        for run in {window.run for window in windows}:
+            ranks = list({window.rank for window in windows if window.run == run})
+            for start in range(0, len(ranks), _RANKS_A_QUERY):
+                some = ranks[start : start + _RANKS_A_QUERY]
+                values = (
+                    run,
+                    *some,
+                    *[-1] * (_RANKS_A_QUERY - len(some)),
+                )  # one text: one prepared statement
+                rows = self._connection.execute(_LAST_SEQS, values)
+                found.update({(run, rank): int(last) for rank, last in rows})
+        return found
+
+    @staticmethod
+    def _advance_ranks(connection: sqlite3.Connection, receipts: Sequence[Receipt], now: float) -> None:
+        connection.executemany(
+            "INSERT INTO rank_state VALUES (?1, ?2, ?3, ?4, ?5, ?6, 1, ?7, ?8) ON CONFLICT (run, rank) DO UPDATE SET "
+            "last_seq = ?3, missing = missing + ?4, last_step = ?6, num_windows = num_windows + 1, "
+            "tokens = tokens + ?7, time = ?8",
+            (
+                (w.run, w.rank, w.seq, receipt.missing_before, w.first_step, w.last_step, w.tokens, now)
+                for receipt in receipts
+                if receipt.stored
+                for w in (receipt.window,)
+            ),
+        )
+
+    def _add_to_row(
+        self,
+        connection: sqlite3.Connection,
+        run: int,
+        last_step: int,
+        added: list[RankWindow],
+        epoch: int,
+        now: float,
+    ) -> None:
+        job = self._jobs.get(run) or self.job(run)
+        assert job is not None, f"windows of run {run} before its shape"
+        self._jobs = {run: job}  # a run's shape never changes
+        total = self._open_rows.pop((run, last_step), None)
+        if total is None:
+            query = "SELECT counts FROM windows WHERE run = ? AND last_step = ?"
+            stored = connection.execute(query, (run, last_step)).fetchone()
+            shape = (job.num_layers, job.num_logical_experts)
+            total = np.zeros(shape, np.int64) if stored is None else counts_from_blob(stored[0], *shape)
+        for window in added:
+            total += window.counts
+        blob = counts_to_blob(total)
+        connection.execute(
+            "INSERT INTO windows VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, 0, ?10, ?11) "
+            "ON CONFLICT (run, last_step) DO UPDATE SET first_step = min(first_step, ?3), time = ?4, epoch = ?5, "
+            "tokens = tokens + ?6, rank_steps = rank_steps + ?7, num_rank_windows = num_rank_windows + ?8, "
+            "num_sources = ?9, counts = ?10, crc = ?11",
+            (
+                run,
+                last_step,
+                min(w.first_step for w in added),
+                now,
+                epoch,
+                sum(w.tokens for w in added),
+                sum(w.last_step - w.first_step + 1 for w in added),
+                len(added),
+                job.num_sources,
+                blob,
+                zlib.crc32(blob),
+            ),
+        )
+        self._open_rows[run, last_step] = total
+        while len(self._open_rows) > _OPEN_ROWS:
+            self._open_rows.popitem(last=False)
+
+    def add_placement(
+        self,
+        placement: Placement,
+        *,
+        epoch: int,
+        version: int,
+        now: float,
+        moves: NDArray[np.int64],
+        policy: str,
+        reason: str,
+        balancedness_before: float | None = None,
+        balancedness_predicted: float | None = None,
+    ) -> None:
+        """Persist a placement and its rows; to be called before it is sent to anyone."""
+        with self._transaction(epoch) as connection:
+            self._keep_rows(connection, placement)
+            topology = placement.topology
+            connection.execute(
+                "INSERT INTO placements VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    epoch,
+                    version,
+                    now,
+                    placement.num_layers,
+                    placement.num_logical_experts,
+                    topology.ep_size,
+                    topology.num_nodes,
+                    placement.physical_to_logical.astype("<i4").tobytes(),
+                    None if placement.shares is None else placement.shares.astype("<u2").tobytes(),
+                    placement.digest(),
+                    balancedness_before,
+                    balancedness_predicted,
+                    moves.astype("<i8").tobytes(),
+                    policy,
+                    reason,
+                ),
+            )
+
+    @staticmethod
+    def _keep_rows(connection: sqlite3.Connection, placement: Placement) -> None:
+        digests = placement.row_digests()
+        for layer in range(placement.num_layers):
+            row = placement.row(layer)
+            shares = None if row.shares is None else row.shares.astype("<u2").tobytes()
+            connection.execute(
+                "INSERT OR IGNORE INTO placement_rows VALUES (?, ?, ?)",
+                (int(digests[layer]), row.slots.astype("<i4").tobytes(), shares),
+            )
+
+    def keep_row(
+        self, digest: int, slots: NDArray[np.int32], shares: NDArray[np.uint16] | None, *, epoch: int | None
+    ) -> None:
+        """Keep one layer's row (slots [P], shares [P] or None) under its digest; known digests are left alone."""
+        with self._transaction(epoch) as connection:
+            connection.execute(
+                "INSERT OR IGNORE INTO placement_rows VALUES (?, ?, ?)",
+                (
+                    digest,
+                    slots.astype("<i4").tobytes(),
+                    None if shares is None else shares.astype("<u2").tobytes(),
+                ),
+            )
+
+    def find_row(self, digest: int) -> tuple[NDArray[np.int32], NDArray[np.uint16] | None] | None:
+        """The row kept under `digest`: slots [P] int32 and shares [P] uint16 or None; None when unknown."""
+        for slots, shares in self._rows(
+            "SELECT slots, shares FROM placement_rows WHERE digest = ?", (digest,)
+        ):
+            kept = np.frombuffer(slots, dtype="<i4").astype(np.int32)  # type: ignore[call-overload]
+            return kept, None if shares is None else np.frombuffer(shares, dtype="<u2").astype(np.uint16)  # type: ignore[call-overload]
+        return None
+
+    def add_event(self, kind: str, text: str, *, epoch: int | None, now: float) -> None:
+        """Note something for the operator."""
+        with self._transaction(epoch) as connection:
+            values = (now, self.last_epoch() if epoch is None else epoch, kind, text)
+            connection.execute("INSERT INTO events (time, epoch, kind, text) VALUES (?, ?, ?, ?)", values)
+
+    def set_setting(self, name: str, value: str, *, epoch: int | None) -> None:
+        """Keep a value over restarts."""
+        with self._transaction(epoch) as connection:
+            connection.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", (name, value))
+
+    def clear_rank_windows(self, *, epoch: int | None, before: float = math.inf) -> None:
+        """Drop the per-rank detail of an earlier recording: what was stored before the time `before`."""
+        with self._transaction(epoch) as connection:
+            connection.execute("DELETE FROM rank_windows WHERE time < ?", (before,))
+
+    def roll_up(self, *, before: float, span_s: float, epoch: int | None, max_rows: int = 256) -> int:
+        """Sum windows older than `before` into one row per run and `span_s` seconds; no count is lost.
+
+        Works on at most `max_rows` rows of one span a call, so that receipt never waits long; call again until it
+        returns 0. Returns the number of rows removed.
+        """
+        with self._transaction(epoch) as connection:
+            bound = before // span_s * span_s  # only spans that no window can join any more
+            query = (
+                "SELECT run, cast(time / ?1 AS INTEGER) AS span FROM windows WHERE time < ?2 "
+                "GROUP BY run, span HAVING count(*) > 1 LIMIT 1"
+            )
+            removed = 0
+            for run, span in connection.execute(query, (span_s, bound)).fetchall():
+                job = self.job(run)
+                assert job is not None
+                query = "SELECT last_step FROM windows WHERE run = ? AND time >= ? AND time < ? ORDER BY time LIMIT ?"
+                found = connection.execute(
+                    query, (run, span * span_s, (span + 1) * span_s, max_rows)
+                ).fetchall()
+                self._merge(
+                    connection, run, [step for (step,) in found], (job.num_layers, job.num_logical_experts)
+                )
+                removed = len(found) - 1
+        if removed:
+            with self._write_errors():
+                self._connection.execute("PRAGMA incremental_vacuum(1024)").fetchall()
+        return removed
+
+    def _merge(
+        self, connection: sqlite3.Connection, run: int, steps: list[int], shape: tuple[int, int]
+    ) -> None:
+        total = np.zeros(shape, np.int64)
+        target = max(steps)
+        tokens = rank_steps = rank_windows = rolled = 0
+        first_step, time, epoch, sources = 2**62, 0.0, 0, 0
+        for step in steps:
+            row = connection.execute(
+                "SELECT first_step, time, epoch, tokens, rank_steps, num_rank_windows, num_sources, rolled_up, counts "
+                "FROM windows WHERE run = ? AND last_step = ?",
+                (run, step),
+            ).fetchone()
+            first_step, time, epoch = min(first_step, row[0]), max(time, row[1]), max(epoch, row[2])
+            tokens, rank_steps, rank_windows = tokens + row[3], rank_steps + row[4], rank_windows + row[5]
+            sources, rolled = max(sources, row[6]), rolled + max(row[7], 1)
+            total += counts_from_blob(row[8], *shape)
+            connection.execute("DELETE FROM windows WHERE run = ? AND last_step = ?", (run, step))
+            self._open_rows.pop((run, step), None)
+        blob = counts_to_blob(total)
+        connection.execute(
+            "INSERT INTO windows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                run,
+                target,
+                first_step,
+                time,
+                epoch,
+                tokens,
+                rank_steps,
+                rank_windows,
+                sources,
+                rolled,
+                blob,
+                zlib.crc32(blob),
+            ),
+        )

@@ -1,0 +1,1 @@
+"""Sorting of expert ids into blocks for grouped matrix products."""

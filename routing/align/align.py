@@ -1,0 +1,236 @@
+"""`moe_align_block_size`: routed ids sorted by expert, every expert's run padded to whole blocks.
+
+A grouped GEMM reads the result block by block: `sorted_ids[b * block : (b + 1) * block]` are flat indices t * K + k
+(`numel` = T * K marks padding, so it never meets a real row), all of expert `expert_ids[b]`.
+
+>>> ids = torch.tensor([[1, 2, 3], [0, 1, 3], [0, 2, 3], [0, 1, 2]])
+>>> sorted_ids, expert_ids, total = moe_align_block_size(ids, 4, 4)
+>>> sorted_ids[:16].tolist()
+[3, 6, 9, 12, 0, 4, 10, 12, 1, 7, 11, 12, 2, 5, 8, 12]
+>>> expert_ids[:4].tolist(), total.item()
+([0, 1, 2, 3], 16)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evenroute.eplb._checks import describe, require_choice, require_int
+from evenroute.routing.settings.checks import ID_DTYPES, require_device, require_output, require_tensor
+
+INVALID = ("sentinel", "drop")
+BACKENDS = ("auto", "reference", "triton", "interpret")
+
+_MAX_NUMEL = 1 << 30
+_MAX_BUCKETS = 1 << 16
+
+
+def align_capacity(numel: int, block_size: int, num_experts: int) -> int:
+    """Length of `sorted_ids`: the most that any ids can need, rounded up to 4 (16-byte stores)."""
+    if numel < num_experts + 1:
+        capacity = numel * block_size
+    else:
+        capacity = numel + (num_experts + 1) * (block_size - 1)
+    return (capacity + 3) // 4 * 4
+
+
+@dataclass(frozen=True, eq=False)
+class AlignBuffers:
+    """Outputs and scratch of one shape: allocate once, pass as `out`, and no call allocates (CUDA graphs).
+
+    sorted_ids [align_capacity] int32, expert_ids [ceil(capacity / block_size)] int32,
+    num_tokens_post_padded [1] int32, scratch int32 (empty for small batches)
+    """
+
+    sorted_ids: Tensor
+    expert_ids: Tensor
+    num_tokens_post_padded: Tensor
+    scratch: Tensor
+
+    @classmethod
+    def allocate(
+        cls, numel: int, block_size: int, num_experts: int, *, device: torch.device | str
+    ) -> AlignBuffers:
+        """Buffers for `numel` = T * K ids; contents are undefined until a call fills them.
+
+        Raises ValueError for numbers out of range, or where there is no such device.
+        """
+        from evenroute.routing.align.plan import plan_align
+
+        require_int("numel", numel, 0, _MAX_NUMEL)
+        _check_sizes(numel, block_size, num_experts)
+        device = require_device("device", device)
+        capacity = align_capacity(numel, block_size, num_experts)
+        scratch = plan_align(numel, num_experts).scratch_words(num_experts)
+
+        def words(length: int) -> Tensor:
+            return torch.empty(length, dtype=torch.int32, device=device)
+
+        return cls(words(capacity), words(-(-capacity // block_size)), words(1), words(scratch))
+
+
+def moe_align_block_size(
+    ids: Tensor,
+    block_size: int,
+    num_experts: int,
+    *,
+    invalid: str = "sentinel",
+    slot_histogram: Tensor | None = None,
+    cumsum: Tensor | None = None,
+    inverse: Tensor | None = None,
+    out: AlignBuffers | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort `ids` by expert into runs of whole blocks.
+
+    ids             [T, K] (any shape) int32 or int64, physical or local ids
+    block_size      rows of a GEMM block, >= 1
+    num_experts     number of valid ids: [0, num_experts)
+    invalid         what becomes of other ids (-1 of padding rows): "sentinel" puts them first, in blocks with expert
+                    id -1; "drop" leaves them out
+    slot_histogram  [num_experts] int32, how often each valid id occurs (`RoutingOutput.slot_histogram`): saves the
+                    counting; it must be right
+    cumsum          [num_experts + 2] int32, filled with the start of every bucket (invalid ids first, then expert
+                    0, ...) and the padded total
+    inverse         [T * K] int32, filled with the place of every flat index in sorted_ids, -1 for dropped ones
+    out             buffers of `AlignBuffers.allocate` for this shape
+    backend         "auto": Triton on CUDA, plain torch elsewhere; "reference", "triton"; "interpret": the kernels on
+                    CPU tensors under TRITON_INTERPRET=1, for tests
+
+    Returns (sorted_ids [capacity] int32, expert_ids [ceil(capacity / block_size)] int32, num_tokens_post_padded [1]
+    int32). Flat indices rise inside an expert, the same in every run; the tails behind the total are `numel` and -1.
+
+    Raises ValueError for wrong shapes, dtypes and names.
+    """
+    _check_arguments(ids, block_size, num_experts, invalid, slot_histogram, cumsum, inverse, out)
+    require_choice("backend", backend, BACKENDS)
+    if backend == "triton" and not ids.is_cuda:
+        raise ValueError(f"backend='triton' needs CUDA tensors, ids lie on {ids.device}")
+    numel = ids.numel()
+    if out is None:
+        out = AlignBuffers.allocate(numel, block_size, num_experts, device=ids.device)
+    flat = ids.reshape(-1)
+    if backend == "auto":
+        backend = "triton" if ids.is_cuda else "reference"
+    if backend == "reference" or numel == 0:
+        moe_align_block_size_torch(
+            flat,
+            block_size,
+            num_experts,
+            invalid=invalid,
+            slot_histogram=slot_histogram,
+            cumsum=cumsum,
+            inverse=inverse,
+            out=out,
+        )
+    else:
+        from evenroute.routing.align.plan import launch_align
+
+        launch_align(
+            flat,
+            block_size,
+            num_experts,
+            drop=invalid == "drop",
+            slot_histogram=slot_histogram,
+            cumsum=cumsum,
+            inverse=inverse,
+            out=out,
+        )
+    return out.sorted_ids, out.expert_ids, out.num_tokens_post_padded
+
+
+def moe_align_block_size_torch(
+    ids: Tensor,
+    block_size: int,
+    num_experts: int,
+    *,
+    invalid: str = "sentinel",
+    slot_histogram: Tensor | None = None,
+    cumsum: Tensor | None = None,
+    inverse: Tensor | None = None,
+    out: AlignBuffers | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in plain torch: the path on CPU and the kernels' reference (`slot_histogram` is not needed here)."""
+    _check_arguments(ids, block_size, num_experts, invalid, slot_histogram, cumsum, inverse, out)
+    numel = ids.numel()
+    if out is None:
+        out = AlignBuffers.allocate(numel, block_size, num_experts, device=ids.device)
+    flat = ids.reshape(-1).to(torch.int64)
+    bucket = torch.where((flat >= 0) & (flat < num_experts), flat + 1, 0)
+    counts = torch.bincount(bucket, minlength=num_experts + 1)
+    padded = (counts + block_size - 1) // block_size * block_size
+    if invalid == "drop":
+        padded[0] = 0
+    bounds = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
+    order = torch.argsort(bucket, stable=True)
+    by_bucket = bucket[order]
+    first = counts.cumsum(0) - counts
+    place = bounds[by_bucket] + torch.arange(numel, device=ids.device) - first[by_bucket]
+    out.sorted_ids.fill_(numel)
+    out.expert_ids.fill_(-1)
+    kept = by_bucket > 0 if invalid == "drop" else slice(None)
+    out.sorted_ids[place[kept]] = order[kept].to(torch.int32)
+    blocks = padded // block_size
+    owners = torch.repeat_interleave(torch.arange(-1, num_experts, device=ids.device), blocks)
+    out.expert_ids[: len(owners)] = owners.to(torch.int32)
+    out.num_tokens_post_padded.copy_(bounds[-1:])
+    if cumsum is not None:
+        cumsum.copy_(bounds)
+    if inverse is not None:
+        inverse.fill_(-1)
+        inverse[order[kept]] = place[kept].to(torch.int32)
+    return out.sorted_ids, out.expert_ids, out.num_tokens_post_padded
+
+
+def _check_sizes(numel: int, block_size: int, num_experts: int) -> None:
+    require_int("block_size", block_size, 1)
+    require_int("num_experts", num_experts, 1, _MAX_BUCKETS - 1)
+    if max(numel, align_capacity(numel, block_size, num_experts)) > _MAX_NUMEL:
+        raise ValueError(
+            f"ids: {numel} ids in blocks of {block_size} need more than {_MAX_NUMEL} places (int32 indices)"
+        )
+
+
+def _check_arguments(
+    ids: Tensor,
+    block_size: int,
+    num_experts: int,
+    invalid: str,
+    slot_histogram: Tensor | None,
+    cumsum: Tensor | None,
+    inverse: Tensor | None,
+    out: AlignBuffers | None,
+) -> None:
+    require_tensor("ids", ids, dtypes=ID_DTYPES)
+    require_choice("invalid", invalid, INVALID)
+    numel, device = ids.numel(), ids.device
+    _check_sizes(numel, block_size, num_experts)
+    for name, tensor, length in (
+        ("slot_histogram", slot_histogram, num_experts),
+        ("cumsum", cumsum, num_experts + 2),
+        ("inverse", inverse, numel),
+    ):
+        if tensor is not None:
+            require_output(name, tensor, (length,), torch.int32, device)
+    if out is not None:
+        _check_buffers(out, numel, block_size, num_experts, device)
+
+
+def _check_buffers(
+    out: AlignBuffers, numel: int, block_size: int, num_experts: int, device: torch.device
+) -> None:
+    from evenroute.routing.align.plan import plan_align
+
+    if not isinstance(out, AlignBuffers):
+        raise ValueError(f"out must be an AlignBuffers, found {describe(out)}")
+    capacity = align_capacity(numel, block_size, num_experts)
+    wanted = {"sorted_ids": capacity, "expert_ids": -(-capacity // block_size), "num_tokens_post_padded": 1}
+    for name, length in wanted.items():
+        require_output(f"out.{name}", getattr(out, name), (length,), torch.int32, device)
+    needed = plan_align(numel, num_experts).scratch_words(num_experts)
+    if not isinstance(out.scratch, Tensor) or out.scratch.numel() < needed:
+        raise ValueError(f"out.scratch must hold {needed} int32, found {describe(out.scratch)}")
+    require_output("out.scratch", out.scratch, (out.scratch.numel(),), torch.int32, device)

@@ -1,0 +1,1 @@
+"""The routing kernel's parts (Triton) and the plan of its launch."""

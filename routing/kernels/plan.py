@@ -1,0 +1,161 @@
+"""How the kernel is laid out for a configuration and a batch size: chunks, list depth, rows and warps a program."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+
+from evenroute.routing.settings.config import RouterConfig
+
+LANES = 32
+# With several warps a program only Triton 3.6 keeps a row's lanes in one warp; 3.7.1 sends reductions and gathers
+# through shared memory (48-57 barriers in its code for sm_90, none with one warp).
+WARPS_SHARE_A_PROGRAM = version("triton").split(".")[:2] == ["3", "6"]
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Layout of a launch.
+
+    chunks       of four experts a lane
+    depth        entries a lane list keeps; 0: choice by bound, with `segments` maxima and `slots` candidates a lane
+    group_pad, group_lanes   padded size of a group and the lanes that hold it; 0 and 1 without groups
+    rows, warps  of a program
+    early        all loads before any arithmetic: a batch of one wave is latency
+    registers    a thread; else the compiler stops at what lets a multiprocessor fill up, and serialises
+    coded        short rows: ids in a byte each, groups dealt out anew (`_codes.py`); depth does not matter then
+    sort_bound, sort_best   by bound: the maxima, and what reaches the bound, are sorted over the lanes. More work, but
+                 fewer steps that wait for each other than a reduction a column: for many columns
+    """
+
+    chunks: int
+    depth: int
+    segments: int
+    slots: int
+    group_pad: int
+    group_lanes: int
+    rows: int
+    warps: int
+    early: bool
+    registers: int | None = None
+    coded: bool = False
+    sort_bound: bool = False
+    sort_best: bool = False
+
+
+def supports_groups(config: RouterConfig) -> bool:
+    """The lane lists keep a lane within one group: at most 32 groups."""
+    return not config.grouped or config.num_groups <= LANES
+
+
+def overflow_chance(top_k: int, lanes: int, depth: int) -> float:
+    """Chance that some lane holds `depth` or more of a row's top_k if they fall at random (union bound)."""
+    share = 1.0 / lanes
+    tail = sum(math.comb(top_k, n) * share**n * (1 - share) ** (top_k - n) for n in range(depth, top_k + 1))
+    return lanes * tail
+
+
+def list_depth(top_k: int, per_lane: int, lanes: int, num_tokens: int) -> int:
+    """Entries a lane keeps: all of up to 8, else so many that one launch in 10 has a row on the slow path."""
+    needed = min(top_k, per_lane)
+    if per_lane <= 8:
+        return needed
+    goal = 0.1 / num_tokens
+    depth = 4
+    while depth < needed and overflow_chance(top_k, lanes, depth) > goal:
+        depth += 1
+    return depth
+
+
+def bound_layout(top_k: int, per_lane: int, lanes: int) -> tuple[int, int]:
+    """(segments, slots) of the choice by bound: the expected candidates and four deviations must fit the slots.
+
+    With M maxima the K-th largest of them leaves about -M log(1 - K / M) keys above it.
+    """
+    chunks = per_lane // 4
+    for slots in (1, 2):
+        for segments in (2, 4, 8):
+            maxima = segments * lanes
+            if segments > chunks or maxima <= top_k:
+                continue
+            expected = -maxima * math.log1p(-top_k / maxima)
+            spread = math.sqrt(max(expected - top_k, 0.1) * (1 + top_k / maxima))
+            if expected + 4 * spread <= LANES * slots:
+                return segments, slots
+    return min(8, 1 << (chunks.bit_length() - 1)), 2
+
+
+def chosen_by_bound(top_k: int, per_lane: int, num_tokens: int) -> bool:
+    """Wide rows and many columns: lists would be deep (and slow to compile)."""
+    if per_lane <= 8 or top_k <= 4:
+        return False
+    if per_lane > 32 or top_k > 16 or (per_lane > 16 and top_k > 8):
+        return True
+    return num_tokens > (256 if per_lane > 16 else 4096)
+
+
+def fits_codes(config: RouterConfig, chunks: int, group: int, group_lanes: int) -> bool:
+    """Up to 256 experts, of which 128 places at most can win."""
+    if config.num_experts > 256:
+        return False
+    return chunks == 1 or (chunks == 2 and group_lanes >= 2 and config.topk_group * group <= 128)
+
+
+@lru_cache(maxsize=256)
+def plan_launch(config: RouterConfig, num_tokens: int) -> LaunchPlan:
+    """Plan for T rows; only the class of T matters (to 256, to 4096, above), so that few variants are compiled."""
+    size = 256 if num_tokens <= 256 else 8192
+    if config.grouped:
+        group = max(4, _power_of_two(config.num_experts // config.num_groups))
+        per_lane = max(4, _power_of_two(config.num_groups) * group // LANES)
+        group_lanes = group // per_lane
+        used = group_lanes * config.topk_group
+    else:
+        group, group_lanes, used = 0, 1, LANES
+        per_lane = 4 * -(-config.num_experts // (4 * LANES))
+    depth, segments, slots = list_depth(config.top_k, per_lane, used, size), 2, 1
+    by_bound = chosen_by_bound(config.top_k, per_lane, num_tokens)
+    if by_bound:
+        depth = 0
+        segments, slots = bound_layout(config.top_k, per_lane, used)
+    rows, warps, registers = program_shape(per_lane, num_tokens)
+    if not WARPS_SHARE_A_PROGRAM:
+        rows, warps, registers = 1, 1, registers if warps == 1 else None
+    # One wave; and rows by bound of few registers, which wait for reductions either way.
+    early = num_tokens <= 4096 or (by_bound and per_lane <= 16)
+    return LaunchPlan(
+        chunks=per_lane // 4,
+        depth=depth,
+        segments=segments,
+        slots=slots,
+        group_pad=group,
+        group_lanes=group_lanes,
+        rows=rows,
+        warps=warps,
+        early=early,
+        registers=registers,
+        coded=fits_codes(config, per_lane // 4, group, group_lanes),
+        sort_bound=by_bound and num_tokens <= 4096 and segments == 2 and config.top_k == 16,
+        sort_best=by_bound and slots == 1 and config.top_k > 8,
+    )
+
+
+def program_shape(per_lane: int, num_tokens: int) -> tuple[int, int, int | None]:
+    """(rows, warps, registers a thread) of a program, one row a warp: measured on one H200.
+
+    Several warps a program save launches; lists that can run out, and candidates that may not fit, then have to agree
+    across warps, which costs more. More rows a warp, and programs that go on to further rows, never paid.
+    """
+    if per_lane > 8:
+        if 16 < per_lane <= 32:  # by itself the compiler takes a few more than 32 one-warp programs have
+            return 1, 1, 255 if num_tokens <= 256 else 64
+        return 1, 1, 255 if per_lane > 16 and num_tokens <= 256 else None
+    if per_lane <= 4 or num_tokens > 256:
+        return 4, 4, 64
+    return 2, 2, 64

@@ -1,0 +1,1 @@
+"""Logits and ids made for stress runs."""

@@ -1,0 +1,1 @@
+"""Dispatch tables: which slots an expert has and in which order its tokens take them."""

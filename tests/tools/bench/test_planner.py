@@ -1,0 +1,54 @@
+"""The planner benchmark judges for itself: its checker and baseline are right."""
+
+import numpy as np
+import pytest
+
+from evenroute.eplb.loads.balance import placement_balancedness
+from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.plan import plan_placement
+from evenroute.tools.bench.planner import main
+from evenroute.tools.bench.planner_baseline import greedy_plan, greedy_plan_layers_at_once
+from evenroute.tools.bench.planner_check import judge, linear_programme, moved
+from evenroute.tools.bench.planner_time import drift, stationary
+
+
+def test_the_judge_counts_like_the_planner_and_refuses_bad_placements() -> None:
+    loads = np.random.default_rng(0).lognormal(0, 1, (3, 12))
+    start = plan_placement(np.ones((3, 12)), topology=Topology(4), num_slots=16).placement
+    made = plan_placement(
+        loads, topology=Topology(4), num_slots=16, current=start, policy="weighted", max_moves=3
+    ).placement
+    rows, shares = made.physical_to_logical.tolist(), made.shares.tolist()
+    assert judge(rows, shares, loads.tolist(), 4) == pytest.approx(
+        placement_balancedness(loads, made).per_layer.tolist()
+    )
+    assert moved(start.physical_to_logical.tolist(), rows, 4) == start.moved_slots(made).sum()
+    with pytest.raises(AssertionError, match="twice"):
+        judge([[0, 0, 1, 2]], None, [[1, 1, 1]], 2)
+    with pytest.raises(AssertionError, match="no slot"):
+        judge([[0, 1, 1, 0]], None, [[1, 1, 1]], 2)
+    with pytest.raises(AssertionError, match="65535"):
+        judge([[0, 1, 2, 0]], [[1, 65535, 65535, 1]], [[1, 1, 1]], 2)
+    assert linear_programme([4, 1, 1], [0, 1, 2, 0], 2) == pytest.approx(3)
+
+
+def test_both_baselines_make_the_same_valid_plan() -> None:
+    loads = np.random.default_rng(1).lognormal(0, 1, (4, 64))
+    table = greedy_plan(loads, 8, 80)
+    assert (table == greedy_plan_layers_at_once(loads, 8, 80)).all()
+    assert min(judge(table.tolist(), None, loads.tolist(), 8)) > 0.9
+
+
+def test_traces_over_time_run_with_few_windows() -> None:
+    def score(placement, loads):
+        return placement_balancedness(loads, placement).per_layer.tolist()
+
+    result = drift(12, 1, score=score, moved=moved)
+    assert result.moves <= result.replanned_moves / 20
+    assert result.mean > 0.9
+    assert stationary(np.random.default_rng(2).lognormal(0, 1, (2, 256)), 15, score=score)[0] == 0
+
+
+def test_without_data_one_line_and_status_2(tmp_path, capsys) -> None:
+    assert main(["--data", str(tmp_path)]) == 2
+    assert "0 load files found" in capsys.readouterr().err

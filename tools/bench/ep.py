@@ -1,0 +1,222 @@
+"""What a rebalance brings and costs, on all GPUs of a host (NCCL), or as a toy on the CPU (gloo).
+
+    evenroute bench ep --nproc-per-node 8 --loads a.json --loads b.json --report out.json
+
+Every cell is a job of its own: a stack of MoE layers with real weights under traffic (Zipf, and each file of --loads),
+with so many redundant experts and one dispatch, its agent, its rebalancer. It measures step time, throughput and
+balancedness before, during and after one rebalance, the migration's bandwidth beside a plain exchange of the same
+bytes, and what agreement and switch cost the host. Each step's output is compared with logical experts in one process.
+Static and dynamic dispatch get full plans (`global`), weighted dispatch shares first, then few moves (`auto`).
+
+Exit status: 0 all outputs right, 1 one was wrong, 2 wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from rich.console import Console
+from torch import Tensor
+
+from evenroute.tools.bench.ep_cell import EpCell
+from evenroute.tools.bench.ep_options import Case, cases, check, launch, parse
+from evenroute.tools.bench.ep_table import print_report
+from evenroute.tools.bench.ep_watch import HostCosts, reference_outputs
+from evenroute.tools.errors import one_line_errors
+from evenroute.tools.run.moe_model import BenchModel, ModelGroups, ModelSizes
+from evenroute.tools.run.rebalancer import Rebalancers
+from evenroute.tools.stress.rebalancer import share_text
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+HIDDEN_SEED = 9
+
+
+class EpBench:
+    """One rank of the bench. All methods are collective."""
+
+    def __init__(
+        self, args: argparse.Namespace, device: torch.device, rebalancers: Rebalancers | None
+    ) -> None:
+        """`rebalancers` on rank 0 alone."""
+        self.args, self.device, self.rebalancers = args, device, rebalancers
+        self.groups = ModelGroups.make(device)
+        self.rank, self.ranks = torch_dist.get_rank(), torch_dist.get_world_size()
+        self.costs = HostCosts()
+        self.began = time.monotonic()
+        self.traffic: dict[Path | None, tuple[Tensor, list[Tensor], Tensor]] = {}
+        self.expert_bytes = 0
+
+    def model(self, case: Case) -> BenchModel:
+        """The model of a cell, without weights yet."""
+        args = self.args
+        sizes = ModelSizes(
+            args.layers,
+            args.experts,
+            args.experts + case.redundant,
+            args.top_k,
+            args.hidden,
+            args.intermediate,
+            args.staging_layers,
+            int(args.chunk_mib * 2**20),
+            args.zipf_exponent,
+            dispatch=case.dispatch,
+            loads=case.loads,
+        )
+        return BenchModel(sizes, self.device, self.groups, load=False)
+
+    def run_case(self, number: int, case: Case) -> dict[str, Any]:
+        """One cell."""
+        address = "" if self.rebalancers is None else self.rebalancers.address(number)
+        address = share_text(address, self.groups.vote)
+        model = self.model(case)
+        self.expert_bytes = model.expert_bytes
+        if case.loads not in self.traffic:
+            hidden = model.hidden(self.args.tokens, HIDDEN_SEED)
+            batches = [model.logits(self.args.tokens, step) for step in range(self.args.inputs)]
+            self.traffic = {case.loads: (hidden, batches, reference_outputs(model, batches, hidden))}
+        hidden, batches, reference = self.traffic[case.loads]
+        found = EpCell(model, case, (hidden, batches), reference, self.costs, self.args).run(address)
+        if self.rebalancers is not None:
+            self.rebalancers.done(number)
+        return found
+
+    def run(self, todo: list[Case]) -> dict[str, Any]:
+        """All cells that fit into the limit, and the report."""
+        cells: list[dict[str, Any]] = []
+        longest = 0.0
+        if self.rebalancers is not None:
+            self.rebalancers.wait_compiled()
+        torch_dist.barrier(group=self.groups.vote)
+        self.began = time.monotonic()
+        for number, case in enumerate(todo):
+            if self._together(time.monotonic() - self.began + longest > self.args.limit_s):
+                break
+            began = time.monotonic()
+            cells.append(self.run_case(number, case))
+            gc.collect()  # tens of GB of weights and staging buffers
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            cells[-1]["seconds"] = round(time.monotonic() - began, 2)
+            # The first cell of a kind of traffic computes its reference; the last ones tell what is to come.
+            longest = max(cell["seconds"] for cell in cells[-3:])
+            if self.rank == 0:
+                if self.args.report is not None:  # what there is, should the job end before its time
+                    self.args.report.write_text(json.dumps({"cells": cells}) + "\n")
+                line = json.dumps({name: cells[-1][name] for name in ("seconds", "ended", "moved_slots")})
+                print(f"{case}: {line}", file=sys.stderr, flush=True)
+        return self._report(cells, [str(case) for case in todo[len(cells) :]])
+
+    def _together(self, late: bool) -> bool:
+        both = torch.tensor([int(late)])
+        torch_dist.all_reduce(both, torch_dist.ReduceOp.MAX, group=self.groups.vote)
+        return bool(both)
+
+    def _report(self, cells: list[dict[str, Any]], not_run: list[str]) -> dict[str, Any]:
+        names = (
+            "layers",
+            "experts",
+            "top_k",
+            "hidden",
+            "intermediate",
+            "tokens",
+            "chunk_mib",
+            "zipf_exponent",
+        )
+        on_gpu = self.device.type == "cuda"
+        outputs = [cell["outputs"] for cell in cells]
+        return {
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else "cpu (gloo)",
+            "ranks": self.ranks,
+            "torch": torch.__version__,
+            "nvlink_multicast": os.environ.get("NCCL_NVLS_ENABLE", "as NCCL chooses"),
+            "sizes": {name: getattr(self.args, name) for name in names}
+            | {"expert_mib": self.expert_bytes / 2**20, "agree_every": self.args.agree_every},
+            "cells": cells,
+            "not_run": not_run,
+            "agent_step": self.costs.summary(self.groups.vote),
+            "outputs": {
+                "steps_a_rank": sum(found["steps_a_rank"] for found in outputs),
+                "worst_relative_error": max(
+                    (found["worst_relative_error"] for found in outputs), default=0.0
+                ),
+                "allowed": TOLERANCE[torch.bfloat16 if on_gpu else torch.float32],
+                "wrong_ids": sum(found["wrong_ids"] for found in outputs),
+                "wrong_slots": sum(found["wrong_slots"] for found in outputs),
+            },
+            "seconds": round(time.monotonic() - self.began, 1),
+        }
+
+
+def outputs_hold(report: dict[str, Any]) -> bool:
+    """Whether all that was computed was right."""
+    found = report["outputs"]
+    return (
+        bool(report["cells"])
+        and found["worst_relative_error"] <= found["allowed"]
+        and not found["wrong_ids"]
+        and not found["wrong_slots"]
+    )
+
+
+def run_rank(args: argparse.Namespace, on_gpu: bool) -> int:
+    """This rank to its end; rank 0 prints."""
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    todo = cases(args)
+    with contextlib.ExitStack() as stack:
+        rebalancers = None
+        if os.environ["RANK"] == "0":
+            rebalancers = stack.enter_context(Rebalancers([case.policy for case in todo], args.windows))
+        torch_dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+        report = EpBench(args, device, rebalancers).run(todo)
+    if os.environ["RANK"] == "0":
+        if args.report is not None:
+            args.report.write_text(json.dumps(report, indent=1) + "\n")
+        if args.json:
+            print(json.dumps(report), flush=True)
+        else:
+            print_report(report, Console(width=None if sys.stdout.isatty() else 168))
+    torch_dist.destroy_process_group()
+    return 0 if outputs_hold(report) else 1
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> int:
+    """Runs this rank (under torchrun), or checks the flags and starts all of them; the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    on_gpu = torch.cuda.is_available()
+    args = parse(argv, on_gpu, __doc__)
+    if "RANK" not in os.environ:
+        most = torch.cuda.device_count() if on_gpu else 2
+        ranks = most if args.nproc_per_node is None else args.nproc_per_node
+        if ranks < 1:
+            raise ValueError(f"--nproc-per-node: found {ranks}, expected at least 1")
+        if on_gpu and ranks > torch.cuda.device_count():
+            raise ValueError(
+                f"--nproc-per-node: found {ranks}, expected at most {torch.cuda.device_count()}, the GPUs"
+            )
+        check(args, ranks)
+        return launch(argv, ranks)
+    try:
+        check(args, int(os.environ["WORLD_SIZE"]))
+    except (ValueError, OSError):
+        if os.environ["RANK"] != "0":  # one line, not one a rank
+            return 2
+        raise
+    return run_rank(args, on_gpu)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""`evenroute bench NAME`: the benchmarks, each in its own `tools/bench/<name>.py` with its own flags."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated
+
+import typer
+
+from evenroute.tools.errors import fail, one_line_errors
+
+BENCHES = ("router", "planner", "transport", "migration", "ep")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `bench`; everything behind the name goes to the benchmark's own parser."""
+
+    @app.command(
+        context_settings={
+            "allow_extra_args": True,
+            "ignore_unknown_options": True,
+            "help_option_names": [],
+        }
+    )
+    @one_line_errors
+    def bench(
+        context: typer.Context,
+        name: Annotated[str, typer.Argument(help=f"{', '.join(BENCHES)}; NAME --help for its flags.")] = "",
+    ) -> None:
+        """Measure router, planner, transport, migration or all of EP on this machine (NAME --help for flags)."""
+        if name not in BENCHES:
+            fail(f"bench: found {name!r}, expected one of {', '.join(BENCHES)}")
+        status = importlib.import_module(f"evenroute.tools.bench.{name}").main(context.args)
+        raise typer.Exit(status or 0)

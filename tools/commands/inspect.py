@@ -1,0 +1,182 @@
+"""`evenroute inspect PATH...`: what is in a store, a dump, or another engine's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from evenroute.tools.errors import check_output, one_line_errors
+from evenroute.tools.report.facts import Settings, difference, placement_override, source_facts
+
+if TYPE_CHECKING:
+    from evenroute.eplb.analysis.history import History
+
+
+Paths = Annotated[list[Path], typer.Argument(metavar="PATH...", help="Store, dump, folder or foreign file.")]
+Layer = Annotated[int | None, typer.Option(help="Detail of one layer, by the model's index.")]
+Diff = Annotated[bool, typer.Option("--diff", help="What changed from the first to the second.")]
+Windows = Annotated[
+    list[str] | None, typer.Option(help="Only windows FIRST:END; twice with --diff and one PATH.")
+]
+OnPlacement = Annotated[Path | None, typer.Option(help="Put the loads on this placement (any known form).")]
+EpSize = Annotated[int | None, typer.Option(min=1, help="Ranks, where the file does not state them.")]
+NumNodes = Annotated[int | None, typer.Option(min=1, help="Nodes that hold the ranks.")]
+NumSlots = Annotated[int | None, typer.Option(min=1, help="Slots over all ranks.")]
+NumExperts = Annotated[int | None, typer.Option(min=1, help="Experts, for traces that do not state them.")]
+Unfinished = Annotated[
+    bool,
+    typer.Option(
+        "--unfinished",
+        help="Also read dumps that a killed rank never finished, up to their last whole record.",
+    ),
+]
+Top = Annotated[int, typer.Option(min=1, help="How many experts and ranks to list.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
+PlanSlots = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Show what a plan with so many slots would bring; in pictures by default one more a rank."
+    ),
+]
+Html = Annotated[Path | None, typer.Option(help="Write one self-contained page with heatmaps.")]
+Png = Annotated[Path | None, typer.Option(help="Write a picture for a ticket (needs matplotlib).")]
+
+
+@one_line_errors
+def inspect(
+    paths: Paths,
+    layer: Layer = None,
+    diff: Diff = False,
+    windows: Windows = None,
+    placement: OnPlacement = None,
+    ep_size: EpSize = None,
+    num_nodes: NumNodes = None,
+    num_slots: NumSlots = None,
+    num_experts: NumExperts = None,
+    top: Top = 10,
+    as_json: AsJson = False,
+    plan_slots: PlanSlots = None,
+    html: Html = None,
+    png: Png = None,
+    unfinished: Unfinished = False,
+) -> None:
+    """Show loads, balancedness, hot experts and ranks, placements and their effect."""
+    ranges = tuple(window_range(text) for text in windows or [])
+    if plan_slots is not None and diff:
+        raise ValueError(f"--plan-slots {plan_slots}: not with --diff, which compares loads")
+    check_output("--html", html)
+    check_output("--png", png)
+    settings = Settings(
+        layer,
+        diff,
+        ranges,
+        placement,
+        ep_size,
+        num_nodes,
+        num_slots,
+        num_experts,
+        top,
+        as_json,
+        plan_slots,
+        html,
+        png,
+        unfinished,
+    )
+    raise typer.Exit(run(paths, settings))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(inspect)
+
+
+def window_range(text: str) -> tuple[int, int | None]:
+    """ "10:20" -> (10, 20); "10:" -> (10, None); ValueError names the form."""
+    first, colon, end = text.partition(":")
+    try:
+        bounds = (int(first or 0), int(end) if end else None)
+    except ValueError:
+        bounds = (-1, None)
+    if not colon or bounds[0] < 0 or (bounds[1] is not None and bounds[1] <= bounds[0]):
+        raise ValueError(f"--windows {text!r}: expected FIRST:END with 0 <= FIRST < END")
+    return bounds
+
+
+def run(paths: list[Path], settings: Settings) -> int:
+    """Read, show, and give the exit status: 2 when something could not be read."""
+    from evenroute.eplb.files.open import open_sources
+    from evenroute.tools.inputs import tell_unfinished
+    from evenroute.tools.pt_files import read_pt
+
+    opened = open_sources(
+        paths,
+        read_pt=read_pt,
+        num_logical_experts=settings.num_experts,
+        unfinished=settings.unfinished,
+    )
+    if not opened.sources and (lines := opened.errors or opened.unfinished):
+        raise ValueError(lines[0] + _more(len(lines) - 1))
+    override = placement_override(settings)
+    if settings.diff:
+        if opened.errors:
+            raise ValueError(opened.errors[0] + _more(len(opened.errors) - 1))
+        result, histories = difference(opened.sources, settings, override)
+    else:
+        result, histories = source_facts(opened.sources, settings, override, opened.errors)
+    if settings.html or settings.png:
+        _pictures(histories, settings)
+    result["unfinished"] = opened.unfinished
+    _show(result, settings)
+    if not settings.as_json:
+        tell_unfinished(opened)
+    for error in result["errors"]:
+        typer.echo(f"evenroute: error: {' '.join(error.split())}", err=True)
+    return 2 if result["errors"] else 0
+
+
+def _more(count: int) -> str:
+    return f" (and {count} more)" if count > 0 else ""
+
+
+def _pictures(histories: list[History], settings: Settings) -> None:
+    from evenroute.tools.report.pictures import history_html, history_png
+
+    if not histories:
+        raise ValueError("--html and --png need a source of loads")
+    if settings.html is not None:
+        history_html(settings.html, histories, settings)
+    if settings.png is not None:
+        history_png(settings.png, histories, settings)
+
+
+def _show(result: dict[str, Any], settings: Settings) -> None:
+    from evenroute.tools.report import text as report_text
+
+    if settings.as_json:
+        import json
+
+        typer.echo(json.dumps(result))
+        return
+    console = report_text.console()
+    if "diff" in result:
+        console.print(report_text.diff(result["diff"]))
+        return
+    sources = result["sources"]
+    for facts in sources if len(sources) == 1 else []:
+        console.print(report_text.summary(facts, console.width))
+    if len(sources) > 1:
+        console.print(report_text.comparison(sources))
+        for facts in sources:
+            if "plan" in facts:
+                console.print(
+                    f"{facts['path']}: plan for {facts['plan']['num_slots']} slots, {facts['plan']['reason']}"
+                )
+    for facts in sources:
+        if "layer" in facts:
+            console.print()
+            console.print(report_text.layer_detail(facts["layer"], console.width))
+    for path in (settings.html, settings.png):
+        if path is not None:
+            console.print(f"wrote {path}")

@@ -1,0 +1,210 @@
+"""`evenroute plan`: a placement for a file of loads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from evenroute.tools.errors import check_output, one_line_errors
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from evenroute.eplb.placement.placement import Placement
+    from evenroute.eplb.planner.plan import Plan
+
+MOST_WINDOWS = 64
+PNG_FRACTIONS = (0.0, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.10)
+
+
+def _read_windows(paths: Sequence[Path]) -> tuple[NDArray[np.float64], int]:
+    """Loads ``[W, L, E]`` of files of any known form, oldest first, and how many windows there were in all.
+
+    Of a longer history the newest `MOST_WINDOWS` are kept.
+    """
+    from collections import deque
+
+    import numpy as np
+
+    from evenroute.tools.inputs import all_windows, open_loads
+
+    newest: deque[NDArray[Any]] = deque(maxlen=MOST_WINDOWS)
+    found = 0
+    for window in all_windows(open_loads(paths)):
+        newest.append(window)
+        found += 1
+    if not found:
+        raise ValueError(f"{paths[0]}: holds no window of loads")
+    return np.stack(newest).astype(np.float64), found
+
+
+@one_line_errors
+def plan(
+    loads: Annotated[
+        list[Path], typer.Argument(help="Loads: a store, dumps or other engines' files, oldest first.")
+    ],
+    ep_size: Annotated[int, typer.Option(help="EP ranks.")],
+    num_slots: Annotated[int, typer.Option(help="Physical experts over all ranks.")],
+    num_nodes: Annotated[int, typer.Option(help="Nodes the ranks lie on.")] = 1,
+    num_groups: Annotated[int, typer.Option(help="Expert groups of the model.")] = 1,
+    current: Annotated[Path | None, typer.Option(help="Placement file in use.")] = None,
+    policy: Annotated[
+        str, typer.Option(help="global, hierarchical, incremental, weighted, shares, stay or auto.")
+    ] = "global",
+    target: Annotated[float | None, typer.Option(help="Balancedness that is enough.")] = None,
+    max_moves: Annotated[int | None, typer.Option(help="Moved slots over all layers.")] = None,
+    max_moves_per_rank: Annotated[int | None, typer.Option(help="Moved slots on any rank.")] = None,
+    spill: Annotated[
+        float, typer.Option(help="hierarchical: part of slots that may leave their node.")
+    ] = 0.0,
+    windows: Annotated[str, typer.Option(help="Several files: mean, last, ewma, robust or auto.")] = "mean",
+    model: Annotated[str | None, typer.Option(help="Name of the model, for the file.")] = None,
+    phase: Annotated[str | None, typer.Option(help="prefill, decode, ..., for the file.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the placement here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    png: Annotated[Path | None, typer.Option(help="Plot balancedness against moved slots.")] = None,
+) -> None:
+    """Plan a placement: predicted balancedness, moved slots, and why."""
+    from evenroute.eplb.placement.file import load_placement, save_placement
+    from evenroute.eplb.placement.topology import check_plan_numbers
+    from evenroute.eplb.planner.plan import plan_placement
+
+    check_output("-o", output)
+    check_output("--png", png)
+    array, found = _read_windows(loads)
+    if found > len(array):
+        print(f"note: {found} windows found, the newest {len(array)} are planned from", file=sys.stderr)
+    topology = check_plan_numbers(array.shape[2], num_slots, num_groups, num_nodes, ep_size)
+    in_use = None if current is None else load_placement(current)
+    made = plan_placement(
+        array,
+        topology=topology,
+        num_slots=num_slots,
+        num_groups=num_groups,
+        current=None if in_use is None else in_use[0],
+        policy=policy,
+        target=target,
+        max_moves=max_moves,
+        max_moves_per_rank=max_moves_per_rank,
+        spill=spill,
+        windows=windows,
+    )
+    if png is not None:
+        start = in_use[0] if in_use else _initial(made.placement)
+        _write_png(png, array, start, made)
+    if output is not None:
+        content = None if in_use is None else in_use[1]
+        old_model, old_phase = (content.model, content.phase) if content else ("", "")
+        save_placement(
+            output,
+            made.placement,
+            model=old_model if model is None else model,
+            phase=old_phase if phase is None else phase,
+        )
+    facts = _facts(made, output, png)
+    if as_json:
+        json.dump(facts, sys.stdout)
+        print()
+    else:
+        _print_table(facts)
+
+
+def _initial(like: Placement) -> Placement:
+    from evenroute.eplb.placement.placement import Placement
+
+    return Placement.initial(like.num_layers, like.num_logical_experts, like.num_slots, like.topology)
+
+
+def _facts(made: Plan, output: Path | None, png: Path | None) -> dict[str, Any]:
+    return {
+        "policy": made.policy,
+        "reason": made.reason,
+        "notices": list(made.notices),
+        "balancedness_before": made.before.as_dict(),
+        "balancedness_predicted": made.predicted.as_dict(),
+        "moved_slots": int(made.moves.sum()),
+        "moved_slots_per_layer": made.moves.tolist(),
+        "num_layers": made.placement.num_layers,
+        "num_slots": made.placement.num_slots,
+        "uneven_shares": made.placement.shares is not None,
+        "digest": made.placement.digest(),
+        "output": None if output is None else str(output),
+        "png": None if png is None else str(png),
+    }
+
+
+def _print_table(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"plan: {facts['policy']}")
+    for name in ("balancedness", "mean", "worst layer", "total"):
+        table.add_column(name, justify="left" if name == "balancedness" else "right")
+    for name in ("before", "predicted"):
+        figures = facts[f"balancedness_{name}"]
+        cells = [figures["mean"], figures["worst"], figures["total"]]
+        table.add_row(name, *("no data" if cell is None else f"{cell:.4f}" for cell in cells))
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(table)
+    slots = facts["num_layers"] * facts["num_slots"]
+    share = f" ({facts['moved_slots'] / slots:.2%})" if slots else ""
+    console.print(f"moved slots: {facts['moved_slots']} of {slots}{share}")
+    console.print(facts["reason"])
+    for notice in facts["notices"]:
+        console.print(f"note: {notice}")
+    for name in ("output", "png"):
+        if facts[name]:
+            console.print(f"written: {facts[name]}")
+
+
+def _write_png(path: Path, windows: NDArray[np.float64], start: Placement, made: Plan) -> None:
+    """Plot the mean balancedness that each budget of moves buys, with even and with exact shares."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ValueError("--png needs matplotlib: pip install 'evenroute[report]'") from None
+    matplotlib.use("Agg")
+    import io
+
+    from matplotlib import pyplot
+
+    from evenroute.eplb.placement.file import write_beside_and_rename
+    from evenroute.eplb.planner.plan import plan_placement
+
+    slots = max(1, start.physical_to_logical.size)
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for policy, label in (("incremental", "even shares"), ("weighted", "exact shares")):
+        points = []
+        for fraction in PNG_FRACTIONS:
+            budgeted = plan_placement(
+                windows,
+                topology=start.topology,
+                num_slots=start.num_slots,
+                current=start,
+                policy=policy,
+                max_moves=int(fraction * slots),
+            )
+            points.append((budgeted.moves.sum() / slots * 100, budgeted.predicted.mean or 0.0))
+        axes.plot(*zip(*points, strict=True), marker="o", label=label)
+    chosen = (made.moves.sum() / slots * 100, made.predicted.mean or 0.0)
+    axes.plot(*chosen, marker="*", markersize=14, linestyle="none", label=f"this plan ({made.policy})")
+    axes.set_xlabel("moved slots, % of all")
+    axes.set_ylabel("mean balancedness over layers")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    pyplot.close(figure)
+    write_beside_and_rename(path, buffer.getvalue())
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the `evenroute` app."""
+    app.command("plan")(plan)

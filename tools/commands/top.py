@@ -1,0 +1,95 @@
+"""`evenroute top ADDR`: watch a rebalancer and its ranks live."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evenroute.tools.errors import one_line_errors
+
+Address = Annotated[str, typer.Argument(help="ipc://PATH or tcp://HOST:PORT of the rebalancer.")]
+Keys = Annotated[Path | None, typer.Option(help="viewer.toml or operator.toml.")]
+Interval = Annotated[float, typer.Option(help="Seconds between two looks.")]
+Frames = Annotated[int | None, typer.Option(min=1, help="Looks before it ends; 1 if stdout is no terminal.")]
+Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
+
+
+@one_line_errors
+def top(
+    address: Address,
+    keys: Keys = None,
+    interval: Interval = 1.0,
+    frames: Frames = None,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Balancedness, versions, lag and a map of all ranks, live; ends with Ctrl-C.
+
+    Exit status as `status`: 0 healthy, 1 degraded, 2 unreachable; 130 for Ctrl-C before the first answer.
+    """
+    from rich.console import Console
+
+    if not interval > 0 or not timeout > 0:
+        raise ValueError(f"--interval {interval:g} and --timeout {timeout:g} must be above 0")
+    console = Console(highlight=False, markup=False)  # names come from peers
+    limit = frames if frames is not None else (None if console.is_terminal else 1)
+    raise typer.Exit(watch(address, keys, interval, limit, timeout, console))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(top)
+
+
+def watch(
+    address: str,
+    keys: Path | None,
+    interval: float,
+    frames: int | None,
+    timeout: float,
+    console: object,
+) -> int:
+    """Look until the frames are used up or Ctrl-C; the exit status: 0 healthy, 1 degraded, 2 unreachable.
+
+    Ctrl-C before the first answer raises KeyboardInterrupt (exit status 130): nothing is known yet.
+    A rebalancer that does not answer is told on the screen and asked again; only a first look that fails ends it.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    from evenroute.dist.client import ControlClient, RefusedError, UnreachableError
+    from evenroute.dist.wire.control import Refused, StatusAnswer, StatusRequest
+    from evenroute.tools.report.top import Screen
+
+    assert isinstance(console, Console)
+    screen, status, looks = Screen(), 2, 0
+    with (
+        ControlClient(address, keys=keys, timeout_s=timeout) as client,
+        Live(console=console, screen=console.is_terminal, auto_refresh=False, transient=False) as live,
+    ):
+        try:
+            while frames is None or looks < frames:
+                began = time.monotonic()
+                try:
+                    answer = client.ask(StatusRequest())
+                except UnreachableError as error:
+                    if not looks:
+                        raise
+                    screen.lost(str(error), time.time())
+                    status = 2
+                else:
+                    if not isinstance(answer, StatusAnswer):
+                        reason = answer.reason if isinstance(answer, Refused) else "unexpected answer"
+                        raise RefusedError(reason)
+                    screen.feed(answer.status, time.time())
+                    status = 0 if answer.status.healthy else 1
+                looks += 1
+                live.update(screen.render(console.width, console.height), refresh=True)
+                if frames is None or looks < frames:
+                    time.sleep(max(0.0, interval - (time.monotonic() - began)))
+        except KeyboardInterrupt:
+            if not looks:
+                raise
+    return status

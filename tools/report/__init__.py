@@ -1,0 +1,1 @@
+"""Text, pages and pictures that commands print or write."""

@@ -1,0 +1,367 @@
+"""Text tables of `evenroute inspect`, sized to the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from evenroute.tools.report.words import one_line, short
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+NO_DATA = "no data"
+
+
+def number(value: float | None) -> str:
+    """A figure of balancedness or a ratio; "no data" for None."""
+    return NO_DATA if value is None else f"{value:.4f}"
+
+
+def count(value: float | None) -> str:
+    """A count with thin separators; "not known" for None."""
+    return "not known" if value is None else f"{value:,.0f}"
+
+
+def clock(seconds: float | None) -> str:
+    """A time as UTC; empty for None."""
+    return "" if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """One character per group of values, scaled from 0 to 1; a space where there is no data."""
+    if not values:
+        return ""
+    groups = min(width, len(values))
+    result = []
+    for group in range(groups):
+        part = values[group * len(values) // groups : (group + 1) * len(values) // groups]
+        known = [value for value in part if value is not None]
+        if not known:
+            result.append(" ")
+            continue
+        mean = sum(known) / len(known)
+        result.append(BLOCKS[min(int(mean * len(BLOCKS)), len(BLOCKS) - 1)])
+    return "".join(result)
+
+
+def pairs(rows: Sequence[tuple[str, str]]) -> Table:
+    """Names and values, one pair a line."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows:
+        grid.add_row(name, one_line(value))
+    return grid
+
+
+def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table without rules: the first column to the left, the others to the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def summary(facts: dict[str, Any], width: int) -> RenderableType:
+    """The whole summary of one source."""
+    if facts.get("time_line") is not None:
+        return _log_summary(facts, width)
+    if "num_windows" not in facts:
+        return _placement_only(facts)
+    balance = facts["balancedness"]
+    parts: list[RenderableType] = [Text(facts["path"], style="bold"), pairs(_heading(facts))]
+    if balance is not None:
+        parts += [Text(), _balancedness(facts, balance, width)]
+    if "plan" in facts:
+        parts += [Text(), _plan(facts["plan"])]
+    parts += [Text(), _skew(facts["skew"])]
+    if width >= 100:
+        side = Table.grid(padding=(0, 4))
+        side.add_row(_hot_experts(facts), _hot_ranks(facts))
+        parts += [Text(), side]
+    else:
+        parts += [Text(), _hot_experts(facts), Text(), _hot_ranks(facts)]
+    if facts["placements"]:
+        parts += [Text(), _placements(facts["placements"], facts["placements_are"] or "since")]
+    return Group(*parts)
+
+
+def _heading(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    layers = f"{facts['num_layers']} layers x {facts['num_logical_experts']} experts"
+    empty = facts["layers_without_load"]
+    if empty:
+        layers += f"; no load in layer{'s' if len(empty) > 1 else ''} {_ranges(empty)}"
+    shape = [layers]
+    if facts.get("ep_size"):
+        shape.append(f"{facts['num_slots']} slots on {facts['ep_size']} ranks")
+    windows = f"{facts['num_windows']:,} window{'s' if facts['num_windows'] != 1 else ''}"
+    if facts["num_incomplete_windows"]:
+        windows += f", {facts['num_incomplete_windows']:,} incomplete"
+    if facts["first_step"] is not None:
+        windows += f"; steps {facts['first_step']:,} to {facts['last_step']:,}"
+    if facts["first_time"] is not None:
+        windows += f"; {clock(facts['first_time'])} to {clock(facts['last_time'])} UTC"
+    lines = [
+        ("kind", facts["kind"]),
+        ("model", "; ".join(filter(None, [facts["model"] or "not stated", facts["phase"]]))),
+        ("shape", "; ".join(shape)),
+        ("history", windows),
+        ("routed", f"{count(facts['routed'])} (token, expert) pairs; tokens {count(facts['tokens'])}"),
+    ]
+    return lines + [("note", note) for note in facts["notes"]]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0, 1, 2, 7 -> "0-2, 7"."""
+    runs: list[list[int]] = []
+    for value in numbers:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _balancedness(facts: dict[str, Any], balance: dict[str, Any], width: int) -> RenderableType:
+    title = f"Balancedness (mean over ranks / max over ranks; 1 is perfect) with {facts['placement']}"
+    worst = balance["worst_layer"]
+    line = f"mean over layers {number(balance['mean'])}   worst {number(balance['worst'])}"
+    line += f"{'' if worst is None else f' (layer {worst})'}   total {number(balance['total'])}"
+    parts: list[RenderableType] = [Text(title, style="bold"), Text(line)]
+    unplaced = facts["num_windows_without_placement"]
+    if unplaced:
+        told = "the first window is" if unplaced == 1 else f"the first {unplaced:,} windows are"
+        parts.append(Text(f"{told} put on experts in order: what was in use then is not recorded"))
+    names = facts["layer_ids"] or range(facts["num_layers"])
+    cells = [f"{name:>4} {number(v):>7}" for name, v in zip(names, balance["per_layer"], strict=True)]
+    across = max(1, (width - 2) // 14)
+    down = -(-len(cells) // across)
+    parts.append(Text("per layer", style="bold"))
+    parts += [Text("  ".join(cells[row::down]), no_wrap=True) for row in range(down)]
+    series = [point["mean"] for point in facts["balancedness_over_time"]]
+    if len(series) > 1:
+        parts.append(Text(f"over time  {sparkline(series, max(width - 14, 10))}", no_wrap=True))
+    return Group(*parts)
+
+
+def _plan(plan: dict[str, Any]) -> RenderableType:
+    """`--plan-slots N`."""
+    title = Text(f"With a plan for {plan['num_slots']} slots", style="bold")
+    balance = plan["balancedness"]
+    if balance is None:
+        return Group(title, Text(NO_DATA))
+    worst = balance["worst_layer"]
+    line = f"mean over layers {number(balance['mean'])}   worst {number(balance['worst'])}"
+    line += f"{'' if worst is None else f' (layer {worst})'}   total {number(balance['total'])}"
+    return Group(title, Text(line), Text(plan["reason"]))
+
+
+def _skew(skew: dict[str, Any]) -> Table:
+    names = {
+        "max_over_mean": "hottest expert / mean",
+        "gini": "Gini",
+        "top8_share": "share of the 8 hottest experts",
+    }
+    rows = [
+        [
+            title,
+            NO_DATA if skew[name] is None else f"{skew[name]['mean']:.3f}",
+            NO_DATA if skew[name] is None else f"{skew[name]['worst']:.3f}",
+            "" if skew[name] is None else str(skew[name]["worst_layer"]),
+        ]
+        for name, title in names.items()
+    ]
+    return plain_table("Skew of experts", ["", "mean", "worst", "layer"], rows)
+
+
+def _since(hot: dict[str, Any] | None) -> str:
+    if hot is None:
+        return "not at the end"
+    if hot["time"] is not None:
+        return clock(hot["time"])
+    return f"window {hot['window']}" if hot["step"] is None else f"step {hot['step']:,}"
+
+
+def _hot_experts(facts: dict[str, Any]) -> Table:
+    rows = [
+        [
+            str(found["layer"]),
+            str(found["expert"]),
+            f"{found['times_mean']:.2f}",
+            f"{found['share_of_layer'] * 100:.2f} %",
+            _since(found["hot_since"]),
+        ]
+        for found in facts["hottest_experts"]
+    ]
+    return plain_table("Hottest experts", ["layer", "expert", "x mean", "of layer", "hot since"], rows)
+
+
+def _hot_ranks(facts: dict[str, Any]) -> Table:
+    rows = [
+        [str(found["layer"]), str(found["rank"]), f"{found['times_mean']:.2f}"]
+        for found in facts["hottest_ranks"]
+    ]
+    return plain_table("Hottest ranks", ["layer", "rank", "x mean"], rows)
+
+
+def _placements(placements: Sequence[dict[str, Any]], when: str) -> Table:
+    rows = [
+        [
+            f"{found['epoch']:x}/{found['version']}",
+            clock(found["time"]) or ("" if found["step"] is None else f"step {found['step']}"),
+            found["policy"],
+            "" if found["moves"] is None else f"{found['moves']:,}",
+            number(found["before"]),
+            number(found["predicted"]),
+            number(found["achieved"]),
+        ]
+        for found in placements[-12:]
+    ]
+    columns = ["key", when, "policy", "moves", "before", "predicted", "achieved"]
+    dropped = len(placements) - len(rows)
+    title = "Placements and their effect" + (
+        f" (the last {len(rows)} of {len(placements)})" if dropped else ""
+    )
+    return plain_table(title, columns, rows)
+
+
+def _placement_only(facts: dict[str, Any]) -> RenderableType:
+    lines = [
+        ("kind", facts["kind"]),
+        ("model", "; ".join(filter(None, [facts["model"] or "not stated", facts["phase"]]))),
+        ("shape", f"{facts['num_layers']} layers x {facts['num_logical_experts']} experts"),
+        ("slots", f"{facts['num_slots']} on {facts['ep_size'] or 'not stated'} ranks"),
+        ("replicas", facts["replicas"]),
+    ]
+    notes = [("note", note) for note in facts["notes"]]
+    return Group(Text(facts["path"], style="bold"), pairs(lines + notes))
+
+
+def _log_summary(facts: dict[str, Any], width: int) -> RenderableType:
+    points = facts["time_line"]
+    values = [point["balancedness"] for point in points]
+    known = [value for value in values if value is not None]
+    lines = [
+        ("kind", f"{facts['kind']} (balancedness as the engine logged it; no loads)"),
+        ("model", facts["model"] or "not stated"),
+        ("lines", f"{len(points):,}; steps {points[0]['step']:,} to {points[-1]['step']:,}"),
+        ("balancedness", f"mean {number(sum(known) / len(known) if known else None)}"),
+        ("lowest, last", f"{number(min(known, default=None))}, {number(values[-1])}"),
+        ("over time", sparkline(values, max(width - 20, 10))),
+    ]
+    notes = [("note", note) for note in facts["notes"]]
+    return Group(Text(facts["path"], style="bold"), pairs(lines + notes))
+
+
+def comparison(all_facts: Sequence[dict[str, Any]]) -> Table:
+    """One row per source, for several at once: balancedness (mean, worst layer), skew = hottest expert / mean."""
+    rows = []
+    for facts in all_facts:
+        balance = facts.get("balancedness") or {}
+        skew = (facts.get("skew") or {}).get("max_over_mean") or {}
+        rows.append(
+            [
+                str(facts["path"]).rsplit("/", 1)[-1],
+                f"{facts['num_layers']}x{facts['num_logical_experts']}",
+                str(facts.get("ep_size") or ""),
+                f"{facts.get('num_windows', 0):,}",
+                short(facts["routed"]) if "routed" in facts else "",
+                number(balance.get("mean")),
+                number(balance.get("worst")),
+                "" if not skew else f"{skew['mean']:.2f}",
+            ]
+        )
+    columns = ["file", "shape", "ranks", "wins", "routed", "balance", "worst", "skew"]
+    return plain_table("", columns, rows)
+
+
+def layer_detail(facts: dict[str, Any], width: int) -> RenderableType:
+    """`--layer N`."""
+    head = pairs(
+        [
+            (f"layer {facts['layer']}", f"load {count(facts['load'])}"),
+            ("balancedness", number(facts["balancedness"])),
+        ]
+    )
+    rows = [
+        [
+            str(found["expert"]),
+            count(found["load"]),
+            f"{found['times_mean']:.2f}",
+            f"{found['share'] * 100:.2f} %",
+            ", ".join(map(str, found["ranks"][:6])) + ("..." if len(found["ranks"]) > 6 else ""),
+            _since(found["hot_since"]),
+        ]
+        for found in facts["experts"]
+    ]
+    experts = plain_table("Experts", ["expert", "load", "x mean", "of layer", "on ranks", "hot since"], rows)
+    return Group(head, Text(), experts, Text(), _bars(facts["rank_loads"], width))
+
+
+def _bars(loads: Sequence[float], width: int) -> RenderableType:
+    highest = max(loads, default=0.0)
+    if not highest:
+        return Text("Ranks: no data")
+    mean = sum(loads) / len(loads)
+    room = max(width - 26, 10)
+    lines = [Text("Ranks (x mean)", style="bold")]
+    for rank, load in enumerate(loads):
+        bar = "█" * round(room * load / highest)
+        lines.append(Text(f"{rank:>4} {load / mean:>6.2f} {bar}", no_wrap=True))
+    return Group(*lines)
+
+
+def diff(facts: dict[str, Any]) -> RenderableType:
+    """`--diff`."""
+    if "moves" in facts:
+        moved = [f"{layer}: {n}" for layer, n in enumerate(facts["moves_per_layer"]) if n]
+        return pairs(
+            [
+                ("first", facts["first"]),
+                ("second", facts["second"]),
+                ("slots", " -> ".join(map(str, facts["num_slots"]))),
+                ("moved slots", f"{facts['moves']:,}"),
+                ("per layer", ", ".join(moved) or "none"),
+            ]
+        )
+    shift = facts["shift"]
+    worst = "" if shift["worst_layer"] is None else f" (layer {shift['worst_layer']})"
+    head = pairs(
+        [
+            ("first", facts["first"]),
+            ("second", facts["second"]),
+            ("tokens", " -> ".join(count(value) for value in facts["tokens"])),
+            ("balancedness", " -> ".join(number(value) for value in facts["balancedness"])),
+            (
+                "popularity moved",
+                f"mean {number(shift['mean'])}, worst {number(shift['worst'])}{worst} of a layer's tokens",
+            ),
+        ]
+    )
+    rows = [
+        [
+            str(found["layer"]),
+            str(found["expert"]),
+            f"{found['share_before'] * 100:.2f} %",
+            f"{found['share_after'] * 100:.2f} %",
+            f"{(found['share_after'] - found['share_before']) * 100:+.2f}",
+        ]
+        for found in facts["moved_experts"]
+    ]
+    table = plain_table("Experts that changed most", ["layer", "expert", "before", "after", "points"], rows)
+    return Group(head, Text(), table)
+
+
+def console(*, at_least: int = 0) -> Console:
+    """The console for results: stdout, plain when it is not a terminal; never narrower than `at_least` columns."""
+    # No markup: names come from files and peers, and a "[" in one is no instruction.
+    found = Console(highlight=False, soft_wrap=False, markup=False)
+    if found.width >= at_least:
+        return found
+    return Console(highlight=False, soft_wrap=False, markup=False, width=at_least)

@@ -1,0 +1,1 @@
+"""The stress job: `torchrun -m evenroute.tools.stress`."""
