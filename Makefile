@@ -62,7 +62,7 @@ format: install
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 types: install
-	$(BIN)/mypy -p evenroute.eplb -p evenroute.routing -p evenroute.dist -p evenroute.tools
+	$(BIN)/mypy -p evenroute -p evenroute.eplb -p evenroute.routing -p evenroute.dist -p evenroute.tools
 
 # Wheel and sdist are built, looked into, and run from an empty folder in a fresh environment without torch; then
 # `make demo` in a clean copy of the sources.

@@ -1,4 +1,4 @@
-"""Writes docs/api.md from the docstrings of the public modules: python docs/make_api.py [--check]
+"""Writes docs/api.md from the docstrings of the public names: python docs/make_api.py [--check]
 
 Reads the sources without importing them, so it needs neither torch nor an install. With --check nothing is written:
 exit status 1 and the first difference if the page is not up to date.
@@ -14,58 +14,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/api.md"
-# What an engine, an operator's script or an analysis is meant to import; everything else may change without notice.
-MODULES = {
-    "eplb": (
-        *(
-            "topology",
-            "model_shapes",
-            "placement",
-            "placement_file",
-            "loads",
-            "load_files",
-            "planner",
-            "deepseek",
-        ),
-        "store_reader",
-    ),
-    "routing": (
-        *(
-            "config",
-            "tables",
-            "counters",
-            "router",
-            "output",
-            "dispatch",
-            "align",
-            "formats",
-            "gate_gemm",
-            "library",
-        ),
-        *("simulated", "reference"),
-    ),
-    "dist": (
-        *(
-            "agent",
-            "config",
-            "mover",
-            "migration",
-            "migration_config",
-            "weights",
-            "ep_layer",
-            "expert_compute",
-            "status",
-            "keys",
-        ),
-        *("metrics", "adapter_torch", "adapter_vllm", "adapter_deepseek"),
-    ),
-    "tools": ("adapter_sglang",),
-}
+FRONT_DOOR = ROOT / "evenroute/__init__.py"
 HEADER = """# API reference
 
 Made by `python docs/make_api.py` from the docstrings; a test fails when it is not up to date. Shapes are written
 `[L, E]` with the letters of the design: T tokens, K routed experts a token, S shared ones, L MoE layers, E logical
-experts, P slots, R ranks. Names that start with an underscore, and modules that are not listed, are not part of it.
+experts, P slots, R ranks. All names are imported from `evenroute`; what is not listed is not part of it.
 """
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -113,7 +67,7 @@ def fields(node: ast.ClassDef) -> list[str]:
 
 def class_parts(node: ast.ClassDef) -> Iterator[str]:
     bases = ", ".join(ast.unparse(base) for base in node.bases)
-    yield f"### `{node.name}`" + (f" ({bases})" if bases else "")
+    yield f"## `{node.name}`" + (f" ({bases})" if bases else "")
     yield block(docstring(node))
     listed = fields(node)
     if listed:
@@ -136,26 +90,36 @@ def class_parts(node: ast.ClassDef) -> Iterator[str]:
         yield block(text)
 
 
-def module_parts(package: str, name: str) -> Iterator[str]:
-    path = ROOT / package / f"{name}.py"
-    tree = ast.parse(path.read_text())
-    yield f"## `evenroute.{package}.{name}`\n\nSource: [{package}/{name}.py](../{package}/{name}.py)\n"
-    yield block(docstring(tree))
-    for node in tree.body:
-        if isinstance(node, Definition) and not node.name.startswith("_"):
-            if isinstance(node, ast.ClassDef):
-                yield from class_parts(node)
-            elif docstring(node):
-                yield f"### `{signature(node, method=False)}`\n"
-                yield block(docstring(node))
+def homes() -> dict[str, str]:
+    """The public names and the modules that define them, as the front door lists them."""
+    tree = ast.parse(FRONT_DOOR.read_text())
+    values = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    found: dict[str, str] = ast.literal_eval(values["_HOMES"])
+    return found
+
+
+def name_parts(name: str, module: str) -> Iterator[str]:
+    """The parts of the page for one public name."""
+    path = f"{module.replace('.', '/')}.py"
+    tree = ast.parse((ROOT / path).read_text())
+    [node] = [node for node in tree.body if isinstance(node, Definition) and node.name == name]
+    if isinstance(node, ast.ClassDef):
+        parts = class_parts(node)
+    else:
+        parts = iter((f"## `{signature(node, method=False)}`\n", block(docstring(node))))
+    yield next(parts)
+    yield f"<a id='{name.lower()}'></a>Source: [{path}](../{path})\n"
+    yield from parts
 
 
 def render() -> str:
     """The whole page."""
-    parts = [HEADER]
-    for package, names in MODULES.items():
-        for name in names:
-            parts += [part.rstrip("\n") + "\n" for part in module_parts(package, name) if part]
+    names = homes()
+    contents = ["| name | from |", "|---|---|"]
+    contents += [f"| [`{name}`](#{name.lower()}) | `{module}` |" for name, module in names.items()]
+    parts = [HEADER, "\n".join(contents) + "\n"]
+    for name, module in names.items():
+        parts += [part.rstrip("\n") + "\n" for part in name_parts(name, module) if part]
     return "\n".join(parts)
 
 

@@ -10,37 +10,21 @@ from typing import Any
 import typer
 from numpy.typing import NDArray
 
-from evenroute.eplb.files.open import Opened, open_source, open_sources
+from evenroute.eplb.files import open as files
+from evenroute.eplb.files.open import open_source
 from evenroute.eplb.loads.source import LoadSource, PlacementMap
 from evenroute.eplb.placement.models import MODEL_SHAPES, ModelShape
 from evenroute.tools.pt_files import read_pt
 
 
-def tell_unfinished(opened: Opened) -> None:
-    """One line on stderr for each dump that was never finished and is left out."""
-    for line in opened.unfinished:
-        typer.echo(f"evenroute: note: {' '.join(line.split())}", err=True)
+def tell_unfinished(line: str) -> None:
+    """One line on stderr for a dump that was never finished and is left out."""
+    typer.echo(f"evenroute: note: {' '.join(line.split())}", err=True)
 
 
 def open_loads(paths: Sequence[Path], *, num_experts: int | None = None) -> list[LoadSource]:
-    """Sources of loads of one shape; ValueError for anything that cannot be read, holds none, or differs."""
-    opened = open_sources(paths, read_pt=read_pt, num_logical_experts=num_experts)
-    if opened.unfinished and not opened.sources and not opened.errors:
-        raise ValueError(opened.unfinished[0])
-    tell_unfinished(opened)
-    if opened.errors:
-        more = f" (and {len(opened.errors) - 1} more)" if len(opened.errors) > 1 else ""
-        raise ValueError(opened.errors[0] + more)
-    for source in opened.sources:
-        if not source.has_loads:
-            raise ValueError(f"{source.path}: {source.kind} holds no loads")
-    first = opened.sources[0]
-    for source in opened.sources:
-        if source.shape != first.shape:
-            raise ValueError(
-                f"{source.path}: {list(source.shape)} (layers, experts), {first.path} has {list(first.shape)}"
-            )
-    return opened.sources
+    """`evenroute.open_loads` with `.pt` files, and a note for each dump that is left out."""
+    return files.open_loads(paths, num_experts=num_experts, read_pt=read_pt, on_unfinished=tell_unfinished)
 
 
 def open_placement(path: Path) -> PlacementMap:

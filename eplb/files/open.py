@@ -132,6 +132,44 @@ def open_sources(
     return opened
 
 
+def open_loads(
+    paths: Sequence[str | Path],
+    *,
+    num_experts: int | None = None,
+    read_pt: PtReader | None = None,
+    on_unfinished: Callable[[str], None] | None = None,
+) -> list[LoadSource]:
+    """Sources of loads of one shape, in the order given.
+
+    Args:
+        num_experts: E, for files that do not say how many logical experts they count.
+        read_pt: reads a `.pt` file without executing pickles; None refuses such files.
+        on_unfinished: called with one line for each dump that was never finished and is left out.
+
+    Raises:
+        ValueError: one line for the first path that cannot be read, holds no loads, or has another shape.
+    """
+    opened = open_sources(paths, read_pt=read_pt, num_logical_experts=num_experts)
+    if opened.unfinished and not opened.sources and not opened.errors:
+        raise ValueError(opened.unfinished[0])
+    for line in opened.unfinished:
+        if on_unfinished is not None:
+            on_unfinished(line)
+    if opened.errors:
+        more = f" (and {len(opened.errors) - 1} more)" if len(opened.errors) > 1 else ""
+        raise ValueError(opened.errors[0] + more)
+    for source in opened.sources:
+        if not source.has_loads:
+            raise ValueError(f"{source.path}: {source.kind} holds no loads")
+    first = opened.sources[0]
+    for source in opened.sources:
+        if source.shape != first.shape:
+            raise ValueError(
+                f"{source.path}: {list(source.shape)} (layers, experts), {first.path} has {list(first.shape)}"
+            )
+    return opened.sources
+
+
 def _add_unfinished(found: Unfinished, opened: Opened, *, read: bool) -> None:
     if not read:
         opened.unfinished.append(f"{found.told()}; {NOT_READ}")

@@ -18,7 +18,7 @@ import pytest
 from support.deploy_files import ROOT
 from support.documented import Lines, runs
 
-PACKAGES = ("eplb", "routing", "dist", "tools")
+PACKAGES = ("evenroute", "eplb", "routing", "dist", "tools")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 pytestmark = pytest.mark.slow
@@ -85,7 +85,11 @@ def test_wheel_holds_the_packages_whole_and_nothing_else(wheel: Path) -> None:
     assert wheel.name == f"evenroute-{PROJECT['version']}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = {f"evenroute/{path}" for package in PACKAGES for path in tracked(package)}
+    expected = {
+        path if path.startswith("evenroute/") else f"evenroute/{path}"
+        for package in PACKAGES
+        for path in tracked(package)
+    }
     assert names == expected
 
 

@@ -105,7 +105,8 @@ def _open(path: Path, key: str | None, num_experts: int | None, *, unfinished: b
     opened = open_sources([path], read_pt=read_pt, num_logical_experts=num_experts, unfinished=unfinished)
     if lines := opened.errors or ([] if opened.sources else opened.unfinished):
         raise ValueError(lines[0])
-    tell_unfinished(opened)
+    for line in opened.unfinished:
+        tell_unfinished(line)
     names = [source.key for source in opened.sources]
     if key is not None:
         if key not in names:

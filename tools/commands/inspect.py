@@ -130,7 +130,8 @@ def run(paths: list[Path], settings: Settings) -> int:
     result["unfinished"] = opened.unfinished
     _show(result, settings)
     if not settings.as_json:
-        tell_unfinished(opened)
+        for line in opened.unfinished:
+            tell_unfinished(line)
     for error in result["errors"]:
         typer.echo(f"evenroute: error: {' '.join(error.split())}", err=True)
     return 2 if result["errors"] else 0
