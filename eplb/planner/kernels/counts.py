@@ -9,9 +9,9 @@ a mean rank's load; slots that nobody needs then go to the coldest experts.
 
 import numpy as np
 
+from evenroute.eplb._compiled import kernel
 from evenroute.eplb.planner.kernels.pack import pack, swap_refine
 from evenroute.eplb.planner.kernels.two_modes import two_mode_pack
-from evenroute.eplb._compiled import kernel
 
 LEVELS = 20
 PREFER_TWO_MODES = 5e-4  # balancedness that the two-mode layout is worth

@@ -190,7 +190,13 @@ def full_plan(loads, num_ranks, num_slots, num_groups, num_nodes, refine, out):
         pack(group_load, one_each, groups_per_node, node_groups, group_slot_load, node_holds, node_load)
         if refine:
             swap_refine(
-                groups_per_node, node_groups, group_slot_load, all_alike, node_holds, node_load, 8 * num_groups
+                groups_per_node,
+                node_groups,
+                group_slot_load,
+                all_alike,
+                node_holds,
+                node_load,
+                8 * num_groups,
             )
         for node in range(num_nodes):
             mine = np.sort(node_groups[node * groups_per_node : (node + 1) * groups_per_node])

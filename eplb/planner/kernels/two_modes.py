@@ -33,7 +33,9 @@ def two_mode_pack(loads, counts, num_local, slots, slot_load, kinds, holds, rank
     for expert in order:
         best = -1
         for rank in range(num_ranks):
-            room = used[rank] < most - 1 or (used[rank] < most and (full > 0 or most * num_ranks == num_experts))
+            room = used[rank] < most - 1 or (
+                used[rank] < most and (full > 0 or most * num_ranks == num_experts)
+            )
             if room and (best < 0 or rank_load[rank] < rank_load[best]):
                 best = rank
         slot = best * num_local + used[best]
