@@ -13,13 +13,16 @@ from evenroute.eplb._compiled import kernel
 from evenroute.eplb.planner.kernels.pack import pack, swap_refine
 from evenroute.eplb.planner.kernels.two_modes import two_mode_pack
 
-LEVELS = 20
+LEVELS = 16
 PREFER_TWO_MODES = 5e-4  # balancedness that the two-mode layout is worth
 
 
 @kernel
-def capped_counts(loads, level, num_slots, max_replicas, counts):
-    """Fill ``counts [E]``: largest load per replica first, while above ``level``; the rest to the coldest experts."""
+def capped_counts(loads, level, to_coldest, num_slots, max_replicas, counts):
+    """Fill ``counts [E]``: largest load per replica first, while above ``level``.
+
+    What is left goes to the coldest experts, or to the largest load per replica among those below the level.
+    """
     num_experts = loads.shape[0]
     counts[:] = 1
     left = num_slots - num_experts
@@ -37,6 +40,16 @@ def capped_counts(loads, level, num_slots, max_replicas, counts):
         key[expert] = loads[expert] / counts[expert]
         if counts[expert] == max_replicas or key[expert] <= level * (1.0 + 1e-9):
             key[expert] = -1.0
+    if not to_coldest:
+        for expert in range(num_experts):
+            key[expert] = loads[expert] if counts[expert] == 1 and max_replicas > 1 else -1.0
+        while left > 0:
+            expert = int(np.argmax(key))
+            if key[expert] < 0.0:
+                break
+            counts[expert] += 1
+            left -= 1
+            key[expert] = loads[expert] / counts[expert] if counts[expert] < max_replicas else -1.0
     while left > 0:
         for expert in order:
             if left > 0 and counts[expert] < max_replicas:
@@ -45,8 +58,8 @@ def capped_counts(loads, level, num_slots, max_replicas, counts):
 
 
 @kernel
-def try_counts(loads, num_ranks, enough, rows, kinds):
-    """Replace rows of ``rows [L, P]`` (and ``kinds [L, P]``) of layers ``loads [L, E]`` where other counts do better.
+def try_counts(loads, num_ranks, enough, rows):
+    """Replace rows of ``rows [L, P]`` of layers ``loads [L, E]`` where other counts do better.
 
     A layer whose balancedness is ``enough`` is left as it is.
     """
@@ -72,20 +85,19 @@ def try_counts(loads, num_ranks, enough, rows, kinds):
         if best >= enough:
             continue
         low, high = min(greatest, mean), max(1.15 * mean, 1.3 * greatest)
-        for t in range(LEVELS + 1):
-            level = low * (high / low) ** (t / LEVELS)
-            for two in range(2):
-                capped_counts(load, level, num_slots, num_ranks, counts)
-                kind[:] = 0
-                if two == 0:
-                    two_mode_pack(load, counts, num_local, slots, slot_load, kind, holds, rank_load)
-                    swap_refine(num_local, slots, slot_load, kind, holds, rank_load, 8 * num_slots)
-                else:
-                    pack(load, counts, num_local, slots, slot_load, holds, rank_load)
-                    swap_refine(num_local, slots, slot_load, kind, holds, rank_load, 8 * num_slots)
-                reached = mean / rank_load.max()
-                if reached > best + (PREFER_TWO_MODES if two == 1 else 1e-9):
-                    best = reached
-                    rows[layer], kinds[layer] = slots, kind
+        for t in range(4 * LEVELS):
+            level = low * (high / low) ** ((t // 4) / (LEVELS - 1))
+            capped_counts(load, level, t % 2 == 0, num_slots, num_ranks, counts)
+            kind[:] = 0
+            two_modes = t // 2 % 2 == 0
+            if two_modes:
+                two_mode_pack(load, counts, num_local, slots, slot_load, kind, holds, rank_load)
+            else:
+                pack(load, counts, num_local, slots, slot_load, holds, rank_load)
+            swap_refine(num_local, slots, slot_load, kind, holds, rank_load, 8 * num_slots)
+            reached = mean / rank_load.max()
+            if reached > best + (1e-9 if two_modes else PREFER_TWO_MODES):
+                best = reached
+                rows[layer] = slots
             if best >= enough:
                 break

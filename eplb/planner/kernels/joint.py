@@ -10,8 +10,8 @@ from evenroute.eplb.planner.kernels.joint_moves import apply_operation, best_eve
 from evenroute.eplb.planner.kernels.moves import SWAP, fill_holds, operation_cost
 from evenroute.eplb.planner.kernels.spread import carry, even_parts, expected, scale_windows, spread
 
-ANCHORS = 3  # hottest ranks tried before a search gives up
-LEAST = 1e-4  # of the objective: smaller gains are none
+ANCHORS = 16  # hottest ranks tried before a search gives up
+LEAST = 1e-6  # of the objective: smaller gains are none
 
 
 @kernel
@@ -23,6 +23,7 @@ def joint_path(
     barred,
     num_ranks,
     even,
+    level,
     max_cost,
     sweeps,
     operations,
@@ -38,6 +39,7 @@ def joint_path(
             twice as much. All equal: no difference is made.
         barred: ``[L, R, E]`` where an expert must not go (it stays on its node); or empty.
         even: shares stay even; else they are moved (``sweeps`` rounds after each operation).
+        level: of a mean rank's load; only what is above it counts.
         max_cost: a path ends when it has moved this many slots; negative: moves are free.
         operations ``[L, K, 3]``, costs ``[L, K + 1]`` (moved slots), values ``[L, K + 1]`` (expected
             balancedness): out, the path; lengths ``[L]``: out, its operations.
@@ -58,9 +60,10 @@ def joint_path(
         row = slots[layer]
         work = loads[layer].copy()
         scale_windows(work, weights[layer], num_ranks, means)
+        limits = means * level
         link_replicas(row, num_experts, nxt)
         even_parts(row, num_experts, part)
-        carry(work, row, num_local, part, means, flow, excess, heat)
+        carry(work, row, num_local, part, limits, flow, excess, heat)
         fill_holds(row, num_local, at_first)
         holds[:] = at_first
         if barred.shape[0] > 0:
@@ -69,7 +72,7 @@ def joint_path(
             spread(work, row, num_local, nxt, part, flow, excess, heat, 4 * sweeps, 1e-9)
         step = 0
         costs[layer, 0] = 0
-        values[layer, 0] = expected(weights[layer], means, excess)
+        values[layer, 0] = expected(weights[layer], means, level, excess)
         while step < operations.shape[1] and (max_cost < 0 or costs[layer, step] < max_cost):
             total = heat.sum()
             if total <= 1e-9:
@@ -96,10 +99,10 @@ def joint_path(
             if kind == SWAP:
                 holds[source, row[i]], holds[source, row[j]] = False, True
             apply_operation(kind, i, j, row, num_local, even, nxt, part, heat)
-            carry(work, row, num_local, part, means, flow, excess, heat)
+            carry(work, row, num_local, part, limits, flow, excess, heat)
             if not even:
                 spread(work, row, num_local, nxt, part, flow, excess, heat, sweeps, 1e-9)
             operations[layer, step, 0], operations[layer, step, 1], operations[layer, step, 2] = kind, i, j
             step += 1
-            values[layer, step] = expected(weights[layer], means, excess)
+            values[layer, step] = expected(weights[layer], means, level, excess)
         lengths[layer] = step

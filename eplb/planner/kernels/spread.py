@@ -14,7 +14,7 @@ of the objective).
 import numpy as np
 
 from evenroute.eplb._compiled import kernel
-from evenroute.eplb.planner.kernels.flow import link_replicas
+from evenroute.eplb.planner.kernels.flow import link_replicas, round_shares
 
 STEPS = 6  # of the search along one pair of replicas
 
@@ -141,15 +141,15 @@ def spread(loads, slots, num_local, nxt, part, flow, excess, heat, sweeps, least
 
 
 @kernel
-def expected(weights, means, excess):
-    """Mean over windows, by weight, of mean / hottest rank load."""
+def expected(weights, means, level, excess):
+    """Mean over windows, by weight, of mean / hottest rank load; ``excess`` is over ``level`` x mean."""
     total, weight = 0.0, 0.0
     for w in range(excess.shape[0]):
         if means[w] > 0.0:
-            top = 0.0
+            top = means[w] * (1.0 - level)
             for rank in range(excess.shape[1]):
                 top = max(top, excess[w, rank])
-            total += weights[w] * means[w] / (means[w] + top)
+            total += weights[w] * means[w] / (means[w] * level + top)
             weight += weights[w]
     return total / weight if weight > 0.0 else 1.0
 
@@ -165,7 +165,7 @@ def scale_windows(loads, weights, num_ranks, means):
 
 
 @kernel
-def joint_shares(loads, weights, slots, num_ranks, even, sweeps, part, values):
+def joint_shares(loads, weights, slots, num_ranks, even, level, sweeps, part, values):
     """Shares ``part [L, P]`` of ``slots [L, P]`` for ``loads [L, W, E]``; values ``[L]``: expected balancedness."""
     num_layers, num_slots = slots.shape
     num_windows, num_experts = loads.shape[1], loads.shape[2]
@@ -178,7 +178,17 @@ def joint_shares(loads, weights, slots, num_ranks, even, sweeps, part, values):
         scale_windows(work, weights[layer], num_ranks, means)
         link_replicas(slots[layer], num_experts, nxt)
         even_parts(slots[layer], num_experts, part[layer])
-        carry(work, slots[layer], num_local, part[layer], means, flow, excess, heat)
+        carry(work, slots[layer], num_local, part[layer], means * level, flow, excess, heat)
         if not even:
             spread(work, slots[layer], num_local, nxt, part[layer], flow, excess, heat, sweeps, 1e-10)
-        values[layer] = expected(weights[layer], means, excess)
+        values[layer] = expected(weights[layer], means, level, excess)
+
+
+@kernel
+def round_parts(slots, num_experts, part, shares):
+    """Shares ``[L, P]`` of 65535 an expert from ``part [L, P]``, by largest remainder."""
+    nxt = np.empty(slots.shape[1], dtype=np.int64)
+    ones = np.ones(num_experts)
+    for layer in range(slots.shape[0]):
+        link_replicas(slots[layer], num_experts, nxt)
+        round_shares(ones, slots[layer], nxt, part[layer], shares[layer])
