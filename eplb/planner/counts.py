@@ -34,6 +34,8 @@ def improve_even(
     Only layers below GOOD_ENOUGH are searched: first a row of further counts, then, from both, moves that change
     slots and counts together.
     """
+    if not len(rows):
+        return
     poor = np.flatnonzero(even_balancedness(loads, rows, num_ranks) < GOOD_ENOUGH)
     if not len(poor):
         return
