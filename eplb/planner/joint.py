@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.loads.balance import Balancedness, placement_balancedness
+from evenroute.eplb.loads.balance import Balancedness, slot_loads
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.shares import divide_evenly
 from evenroute.eplb.planner.budget import Hulls, Limits, Paths, choose_points, spend_leftover
@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 # rank just below the mean is the next to be hot.
 MOVE_LEVEL, SHARE_LEVEL = 0.97, 0.99
 FULL_LEVELS = (0.97, 0.99, 1.0, 1.01)  # one search from another: where one is stuck the next is not
-SWEEPS, SHARE_SWEEPS, FULL_SHARE_SWEEPS = 2, 60, 200
+SWEEPS, SHARE_SWEEPS, FULL_SHARE_SWEEPS = 2, 30, 200
 GOOD_ENOUGH = 0.9995  # expected balancedness of a layer that a full plan searches no further
 
 
@@ -40,25 +40,32 @@ class Expected:
 
     def balancedness(self, placement: Placement) -> Balancedness:
         """Weighted mean over windows, per layer; a layer without load in any of them is "no data"."""
-        found = [placement_balancedness(loads, placement) for loads in self.windows]
-        has = np.stack([each.has_load for each in found])
+        rows = placement.physical_to_logical
+        parts = slot_loads(np.ones((len(rows), placement.num_logical_experts)), placement)
+        layers = np.arange(len(rows))[:, None]
+        has = self.windows.any(axis=2)
+        hottest = np.ones(has.shape)  # in mean rank loads
+        for window, loads in enumerate(self.windows):
+            largest = loads.max(axis=1, keepdims=True)
+            scaled = loads / np.where(largest > 0, largest, 1.0)
+            ranks = (scaled[layers, rows] * parts).reshape(len(rows), placement.topology.ep_size, -1).sum(axis=2)
+            mean = np.where(has[window], ranks.mean(axis=1), 1.0)
+            hottest[window] = np.where(has[window], ranks.max(axis=1), 1.0) / mean
         weights = np.where(has, self.weights[:, None], 0.0)
         total = weights.sum(axis=0)
         known = total > 0
         weights = weights / np.where(known, total, 1.0)
-        per_layer = (np.stack([each.per_layer for each in found]) * weights).sum(axis=0)
+        per_layer = (weights / hottest).sum(axis=0)
         if not known.any():
             return Balancedness(per_layer, known, None, None, None, None)
         worst = int(np.where(known, per_layer, np.inf).argmin())
-        top = np.stack([1.0 / np.where(each.has_load, each.per_layer, 1.0) for each in found])
-        hottest = (top * weights).sum(axis=0)[known]  # of a mean rank's load
         return Balancedness(
             per_layer,
             known,
             float(per_layer[known].mean()),
             float(per_layer[worst]),
             worst,
-            float(known.sum() / hottest.sum()),
+            float(known.sum() / (weights * hottest).sum(axis=0)[known].sum()),
         )
 
     def mean_loads(self) -> Floats:

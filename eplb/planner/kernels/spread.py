@@ -180,7 +180,7 @@ def joint_shares(loads, weights, slots, num_ranks, even, level, sweeps, part, va
         even_parts(slots[layer], num_experts, part[layer])
         carry(work, slots[layer], num_local, part[layer], means * level, flow, excess, heat)
         if not even:
-            spread(work, slots[layer], num_local, nxt, part[layer], flow, excess, heat, sweeps, 1e-10)
+            spread(work, slots[layer], num_local, nxt, part[layer], flow, excess, heat, sweeps, 1e-9)
         values[layer] = expected(weights[layer], means, level, excess)
 
 
