@@ -18,7 +18,7 @@ from evenroute.eplb.planner.kernels.moves import replay
 from evenroute.eplb.planner.kernels.spread import joint_shares, round_parts
 from evenroute.eplb.planner.kernels.two_modes import find_kinds
 from evenroute.eplb.planner.layers import normalized, over_layers
-from evenroute.eplb.planner.moves import MoveLimits, moved_placement
+from evenroute.eplb.planner.moves import MoveLimits, RankCap, moved_placement
 from evenroute.eplb.planner.windows import frequencies
 
 Floats = NDArray[np.float64]
@@ -43,12 +43,14 @@ class Expected:
         rows = placement.physical_to_logical
         parts = slot_loads(np.ones((len(rows), placement.num_logical_experts)), placement)
         layers = np.arange(len(rows))[:, None]
-        has = self.windows.any(axis=2)
+        has = np.asarray(self.windows.any(axis=2))
         hottest = np.ones(has.shape)  # in mean rank loads
         for window, loads in enumerate(self.windows):
             largest = loads.max(axis=1, keepdims=True)
             scaled = loads / np.where(largest > 0, largest, 1.0)
-            ranks = (scaled[layers, rows] * parts).reshape(len(rows), placement.topology.ep_size, -1).sum(axis=2)
+            ranks = (
+                (scaled[layers, rows] * parts).reshape(len(rows), placement.topology.ep_size, -1).sum(axis=2)
+            )
             mean = np.where(has[window], ranks.mean(axis=1), 1.0)
             hottest[window] = np.where(has[window], ranks.max(axis=1), 1.0) / mean
         weights = np.where(has, self.weights[:, None], 0.0)
@@ -206,6 +208,8 @@ def joint_placement(
     current: Placement,
     *,
     max_moves: int,
+    max_moves_per_rank: int | None = None,
+    target: float | None = None,
     price: float = 0.0,
     even: bool = False,
     barred: NDArray[np.bool_] | None = None,
@@ -217,6 +221,8 @@ def joint_placement(
     steady layer gets none.
 
     Args:
+        max_moves_per_rank: moved slots over all layers on any rank.
+        target: mean expected balancedness that is enough.
         price: expected balancedness of a layer that one moved slot must bring.
         even: the dispatch cannot honour shares.
         barred: ``[L, R, E]`` where an expert must not go.
@@ -228,13 +234,17 @@ def joint_placement(
     part = -(-max_moves // len(old))
     most = min(current.num_slots, 2 * part + 4, max_moves)
     rows = old.copy()
-    if most > 0:
+    if most > 0 and max_moves_per_rank != 0:
         paths = work.search(old, MOVE_LEVEL, most, 2 * most)
         hulls = Hulls.of(paths, paths.levels)
-        points = choose_points(hulls, Limits(max_moves, price=price))
+        enough = None if target is None else target * len(old)
+        fits = None
+        if max_moves_per_rank is not None:
+            fits = RankCap(old, paths, hulls, work.num_ranks, max_moves_per_rank)
+        points = choose_points(hulls, Limits(max_moves, target=enough, price=price), fits)
         layers = np.arange(len(old))
         path, step = hulls.path[layers, points], hulls.step[layers, points]
-        if price == 0.0:
+        if price == 0.0 and target is None and fits is None:
             spend_leftover(paths, paths.levels, path, step, max_moves)
         replay(np.ascontiguousarray(paths.operations[0]), step, rows)
         for before, after in zip(old, rows, strict=True):
