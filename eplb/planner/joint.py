@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from evenroute.eplb.planner.kernels.moves import replay
 from evenroute.eplb.planner.kernels.spread import joint_shares, round_parts
 from evenroute.eplb.planner.kernels.two_modes import find_kinds
 from evenroute.eplb.planner.layers import normalized, over_layers
-from evenroute.eplb.planner.moves import MoveLimits, RankCap, moved_placement
+from evenroute.eplb.planner.moves import MoveLimits, RankCap, exact_shares, moved_placement
 from evenroute.eplb.planner.windows import frequencies
 
 Floats = NDArray[np.float64]
@@ -87,6 +87,7 @@ class _Work:
     num_ranks: int
     even: bool
     threads: int | None
+    exact: bool = False
 
     @classmethod
     def of(
@@ -133,7 +134,14 @@ class _Work:
         return paths
 
     def shares(self, rows: NDArray[np.int32], sweeps: int) -> tuple[NDArray[np.uint16], Floats]:
-        """Shares ``[L', P]`` for rows, and the balancedness ``[L']`` they are expected to give."""
+        """Shares ``[L', P]`` for rows, and the balancedness ``[L']`` they are expected to give.
+
+        One load in a full plan gets the exact optimum; several, or one that will be met again with other noise, get
+        those that lower the objective.
+        """
+        if self.exact:
+            found, levels = exact_shares(self.loads[:, 0], rows, self.num_ranks, self.threads)
+            return found, self.loads[:, 0].sum(axis=1) / self.num_ranks / levels
         parts, values = np.empty(rows.shape), np.empty(len(rows))
         shares = np.empty(rows.shape, dtype=np.uint16)
 
@@ -272,6 +280,7 @@ def full_joint_placement(
     )
     barred = node_bars(start, num_groups) if hierarchical else None
     work = _Work.of(expected, current.topology.ep_size, even, num_threads, barred)
+    work = replace(work, exact=not even and work.loads.shape[1] == 1)
     rows = np.ascontiguousarray(start.physical_to_logical[work.layers])
     if not len(rows):
         return current
@@ -286,14 +295,11 @@ def full_joint_placement(
         poor = np.flatnonzero(best < GOOD_ENOUGH)
         if not len(poor) or (even and len(expected.weights) == 1):
             break  # even shares of one load: full_placement has searched already
-        some = _Work(
-            poor,
-            np.ascontiguousarray(work.loads[poor]),
-            work.weights[poor],
-            work.barred[poor] if len(work.barred) else work.barred,
-            work.num_ranks,
-            even,
-            num_threads,
+        some = replace(
+            work,
+            loads=np.ascontiguousarray(work.loads[poor]),
+            weights=work.weights[poor],
+            barred=work.barred[poor] if len(work.barred) else work.barred,
         )
         paths = some.search(rows[poor], level, -1, 2 * current.num_slots)
         found = rows[poor]
