@@ -26,7 +26,15 @@ Floats = NDArray[np.float64]
 # Load above these parts of a mean rank's counts. Below 1, because the next window differs from all that were seen: a
 # rank just below the mean is the next to be hot.
 MOVE_LEVEL, SHARE_LEVEL = 0.97, 0.99
-FULL_LEVELS = (0.97, 0.99, 1.0, 1.01)  # one search from another: where one is stuck the next is not
+FULL_LEVELS = (
+    0.97,
+    0.99,
+    1.0,
+    1.01,
+    0.98,
+    1.0,
+    1.005,
+)  # one search from another: where one is stuck the next is not
 SWEEPS, SHARE_SWEEPS, FULL_SHARE_SWEEPS = 2, 30, 200
 GOOD_ENOUGH = 0.9995  # expected balancedness of a layer that a full plan searches no further
 
@@ -111,6 +119,16 @@ class _Work:
             num_ranks,
             even,
             threads,
+        )
+
+    def only(self, some: NDArray[np.int64]) -> _Work:
+        """The same for some of the layers."""
+        return replace(
+            self,
+            layers=self.layers[some],
+            loads=np.ascontiguousarray(self.loads[some]),
+            weights=self.weights[some],
+            barred=self.barred[some] if len(self.barred) else self.barred,
         )
 
     def search(self, rows: NDArray[np.int32], level: float, most: int, longest: int) -> Paths:
@@ -284,23 +302,14 @@ def full_joint_placement(
     rows = np.ascontiguousarray(start.physical_to_logical[work.layers])
     if not len(rows):
         return current
-    candidates = [rows]
-    if not even and not hierarchical:
-        weighted = moved_placement(mean, start, MoveLimits(), weighted=True, num_threads=num_threads)
-        candidates.append(np.ascontiguousarray(weighted.physical_to_logical[work.layers]))
     best = work.shares(rows, SHARE_SWEEPS)[1]
-    for other in candidates[1:]:
-        _take_better(work, other, rows, best)
+    if not even and not hierarchical:
+        _weighted_pass(work, mean, current, rows, best)
     for level in FULL_LEVELS:
         poor = np.flatnonzero(best < GOOD_ENOUGH)
         if not len(poor) or (even and len(expected.weights) == 1):
             break  # even shares of one load: full_placement has searched already
-        some = replace(
-            work,
-            loads=np.ascontiguousarray(work.loads[poor]),
-            weights=work.weights[poor],
-            barred=work.barred[poor] if len(work.barred) else work.barred,
-        )
+        some = work.only(poor)
         paths = some.search(rows[poor], level, -1, 2 * current.num_slots)
         found = rows[poor]
         replay(np.ascontiguousarray(paths.operations[0]), paths.lengths[0], found)
@@ -319,6 +328,28 @@ def full_joint_placement(
     shares, _ = work.shares(rows, FULL_SHARE_SWEEPS)
     made = work.placement(current, rows, shares)
     return made if hierarchical else keep_expected(expected, current, made)
+
+
+def _weighted_pass(
+    work: _Work, mean: Floats, current: Placement, rows: NDArray[np.int32], best: Floats
+) -> None:
+    """Where ``rows`` are not good enough yet: moves for exact shares, as many as help, from two starts."""
+    starts = (rows.copy(), None)
+    for start in starts:
+        poor = np.flatnonzero(best < GOOD_ENOUGH)
+        if not len(poor):
+            return
+        layers = work.layers[poor]
+        experts, topology = current.num_logical_experts, current.topology
+        table = current.physical_to_logical[layers] if start is None else start[poor]
+        some = Placement(table, experts, topology)
+        if start is None:  # greedy counts: the search for even shares may have left the better basin
+            some = full_placement(mean[layers], some, search_counts=False, num_threads=work.threads)
+        made = moved_placement(mean[layers], some, MoveLimits(), weighted=True, num_threads=work.threads)
+        part = work.only(poor)
+        kept, value = rows[poor], best[poor]
+        _take_better(part, made.physical_to_logical, kept, value)
+        rows[poor], best[poor] = kept, value
 
 
 def _take_better(work: _Work, other: NDArray[np.int32], rows: NDArray[np.int32], best: Floats) -> None:

@@ -191,7 +191,7 @@ def learn_on_half(files: list[Loads], real: bool) -> Iterator[Row]:
     yield at_least(
         "one plan for half of the loads, on these",
         mean(score(shared, x) for x in known),
-        0.984 if real else None,
+        0.988 if real else None,
     )
     yield at_least(
         "on the other half, even shares", mean(score(even, x) for x in others), 0.97 if real else None
