@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from evenroute.eplb.loads.source import LoadSource as LoadSource
     from evenroute.eplb.placement.placement import Placement as Placement
     from evenroute.eplb.placement.topology import Topology as Topology
+    from evenroute.eplb.planner.cost import TimeCosts as TimeCosts
     from evenroute.eplb.planner.deepseek import rebalance_experts as rebalance_experts
     from evenroute.eplb.planner.plan import Plan as Plan
     from evenroute.eplb.planner.plan import plan_placement as plan_placement
@@ -54,6 +55,7 @@ _HOMES = {
     "balancedness": "eplb.loads.balance",
     "RebalancePolicy": "eplb.planner.policy",
     "PolicySettings": "eplb.planner.policy",
+    "TimeCosts": "eplb.planner.cost",
     "Decision": "eplb.planner.policy",
     "rebalance_experts": "eplb.planner.deepseek",
     "open_loads": "eplb.files.open",
