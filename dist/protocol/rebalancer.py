@@ -28,6 +28,7 @@ from evenroute.dist.protocol.types import (
 from evenroute.dist.protocol.view import RunView
 from evenroute.dist.wire.messages import (
     NO_KEY,
+    Goodbye,
     JobShape,
     PlacementMessage,
     Rows,
@@ -111,6 +112,8 @@ class RebalancerCore:
                     return self._receive_rows(message, now)
                 case SnapshotRequest():
                     return self._receive_snapshot_request(peer, message, now)
+                case Goodbye():
+                    return []  # the driver's: nothing of the protocol depends on it
         except StaleEpochError as error:
             return self._end(str(error))
 
