@@ -1,7 +1,7 @@
 """The planner in its own process: a plan comes back; exception, hang, crash and garbage are told apart and survived."""
 
-import os
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ JOB = JobShape(num_layers=L, num_logical_experts=E, num_slots=P, ep_size=R)
 @pytest.fixture
 def planner(tmp_path, monkeypatch):
     monkeypatch.setenv("STUB_PLANNER_SCRIPT", str(tmp_path / "script"))
-    monkeypatch.setenv("PYTHONPATH", os.path.join(os.path.dirname(__file__), ".."))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     made = PlannerProcess(2.0, "support.stub_planner:scripted")
     yield made
     made.close()
