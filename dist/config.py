@@ -188,19 +188,24 @@ class SecuritySettings:
         )
 
 
+AGENT_MODES = ("balance", "shadow")
+
+
 @dataclass(frozen=True)
 class AgentConfig:
     """One rank's agent. The values must be equal on all ranks. Times in seconds.
 
     `rebalancer` "" = no rebalancer: the start placement stays. `window_steps`: counts are taken every so many steps.
     `top_k`: routed experts a token (counts are checked against it). `shared_counts`: `tokens="shared"`, rank 0 reports.
+    `mode`: "balance", or "shadow": count and plan, and change nothing; the job keeps its own placement.
     `record_dir`: where this rank writes recordings of passes (`evenroute record start ADDR --mode per_token`).
     """
 
     rebalancer: str = ""
     keys: str = ""  # this rank's key file, `rank.toml`
     model: str = ""
-    top_k: int = 1
+    top_k: int = 0  # 0: as the Router that counts into the agent's counters
+    mode: str = "balance"
     shared_counts: bool = False
     window_steps: int = 16
     agree_every: int = 4
@@ -220,7 +225,8 @@ class AgentConfig:
         _require_types("agent", self)
         sizes = ("record_buffer_bytes", "record_part_bytes", "record_max_bytes")
         _require_range("agent", self, sizes, 65536, 2**40)
-        _require_range("agent", self, ("top_k",), 1, 65536)
+        _require_range("agent", self, ("top_k",), 0, 65536)
+        _require("agent", "mode", self.mode, self.mode in AGENT_MODES, " or ".join(AGENT_MODES))
         _require_range("agent", self, ("window_steps", "agree_every"), 1, 2**31)
         times = (
             "heartbeat_s",

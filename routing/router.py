@@ -105,6 +105,7 @@ class Router:
             require_interpreter(tables.device)
         with torch.inference_mode(False):  # made under it, the seed could not be set outside
             seed = torch.zeros(1, dtype=torch.int32, device=tables.device)
+        counters.top_k = max(counters.top_k, config.top_k)
         self.config, self.tables, self.counters = config, tables, counters
         self.tokens, self.backend, self.pdl = tokens, backend, pdl
         self.custom_routing_function = custom_routing_function

@@ -92,7 +92,11 @@ def main():
     tables = WatchedTables(placement, ep_rank=rank, device="cpu")
     counters = ExpertCounters(options.num_layers, options.num_experts, device="cpu")
     agent = RankAgent.start(
-        AgentConfig(**options.agent), placement=placement, tables=tables, counters=counters, ep_group=group
+        AgentConfig(**{"top_k": 1, **options.agent}),
+        placement=placement,
+        tables=tables,
+        counters=counters,
+        ep_group=group,
     )
     total = np.memmap(
         folder / f"total-{rank}.bin", np.int64, "w+", shape=(options.num_layers, options.num_experts)
