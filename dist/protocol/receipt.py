@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from evenroute.dist.protocol.load_view import LoadAccumulator
-from evenroute.dist.protocol.store import ProtocolStore, RankWindow, Receipt, StoreError
+from evenroute.dist.protocol.store import ProtocolStore, RankWindow, Receipt, StoreError, job_row
 from evenroute.dist.protocol.types import Notice, Outgoing, Peer, RebalancerCounters
 from evenroute.dist.protocol.view import RunView
 from evenroute.dist.wire.messages import Ack, JobShape, MessageError, Window, check_window, window_counts
@@ -18,10 +18,12 @@ class WindowReceipt:
         self._store = store
         self._counters = counters
         self._notices = notices
+        self._job_is_kept = False  # the store knows the current run's shape
 
     def begin_run(self, job: JobShape) -> None:
         """Another run is the current one."""
         self.loads = LoadAccumulator(job)
+        self._job_is_kept = False
 
     def receive(
         self,
@@ -63,10 +65,12 @@ class WindowReceipt:
         self, batch: list[RankWindow], job: JobShape, *, epoch: int, stamp: float, keep_rank_detail: bool
     ) -> list[Receipt]:
         """What became of each window, committed; empty if the store can't be written (counted)."""
-        sources = 1 if job.shared_counts else job.ep_size
         try:
+            if not self._job_is_kept:
+                self._store.set_job(batch[0].run, job_row(job), epoch=epoch, now=stamp)
+                self._job_is_kept = True
             receipts = self._store.add_windows(
-                batch, epoch=epoch, now=stamp, num_sources=sources, keep_rank_detail=keep_rank_detail
+                batch, epoch=epoch, now=stamp, keep_rank_detail=keep_rank_detail
             )
         except StoreError as error:
             self._counters.store_errors += 1

@@ -116,7 +116,7 @@ class CountTaker:
         left = self.counting and self._reports
         while left and step > self.first_step and not self._free and time.monotonic() < deadline:
             time.sleep(0.0005)
-        if left and step > self.first_step and self._free:
+        if step > self.first_step and (self._free or not left):
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 self._take(step - 1, step, True, ends_window=True)
         return step <= self.first_step or not left

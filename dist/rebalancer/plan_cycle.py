@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from evenroute.dist.config import PlannerSettings
 from evenroute.dist.protocol.load_view import LoadView
 from evenroute.dist.protocol.rebalancer import Outgoing, PlacementInfo, RebalancerCore
-from evenroute.dist.rebalancer.planner import PlannerError, PlannerProcess, PlanReply, plan_request
+from evenroute.dist.rebalancer.planner import PlannerError, PlannerProcess, plan_request
+from evenroute.dist.rebalancer.planner_child import PlanReply
 from evenroute.dist.wire.messages import unpack_placement
 from evenroute.eplb.loads.balance import balancedness, rank_loads
 from evenroute.eplb.placement.placement import Placement

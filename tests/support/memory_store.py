@@ -6,7 +6,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.protocol.store import PlacementRow, RankWindow, Receipt, StaleEpochError, StoreError
+from evenroute.dist.protocol.store import (
+    JobRow,
+    PlacementRow,
+    RankWindow,
+    Receipt,
+    StaleEpochError,
+    StoreError,
+)
 from evenroute.eplb.placement.placement import Placement, row_digest
 
 
@@ -49,13 +56,15 @@ class MemoryStore:
     def last_seq(self, run: int, rank: int) -> int:
         return self._last_seq.get((run, rank), 0)
 
+    def set_job(self, run: int, job: JobRow, *, epoch: int, now: float) -> None:
+        self.check(epoch)
+
     def add_windows(
         self,
         windows: Sequence[RankWindow],
         *,
         epoch: int,
         now: float,
-        num_sources: int,
         keep_rank_detail: bool = False,
     ) -> list[Receipt]:
         self.check(epoch)

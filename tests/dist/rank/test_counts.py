@@ -51,7 +51,7 @@ class SlowBuffer:
 def thread(tmp_path):
     """An agent's thread whose rebalancer takes the connection and never acknowledges."""
     placement = Placement.initial(2, 8, 8, Topology(1))
-    job = JobShape(2, 8, 8, 1)
+    job = JobShape(2, 8, 8, 1, top_k=8)  # a row of `SlowBuffer` in each layer
     started = StartedJob(run=5, epoch=0, key=(0, 0), job=job, placement=pack_placement(placement))
     core = RankCore(started, rank=0, config=RankConfig())
     address = f"ipc://{tmp_path}/s"

@@ -255,6 +255,8 @@ BAD = {
 def test_each_field_of_the_config(field: Any) -> None:
     kind = type(field.default)
     for bad in BAD[kind]:
+        if field.name == "top_k" and bad == 0 and type(bad) is int:
+            continue  # as the router says
         refused(f"agent.{field.name}: | found, expected", lambda b=bad: AgentConfig(**{field.name: b}))
 
 

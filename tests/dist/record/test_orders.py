@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from evenroute.dist.rebalancer.core_store import job_row
+from evenroute.dist.protocol.store import job_row
 from evenroute.dist.rebalancer.record_orders import PassOrders
 from evenroute.dist.rebalancer.recording import PassRecording, Recorder
 from evenroute.dist.wire.control import Done, RankRecording, Recorded, RecordRead, RecordStart, Refused
