@@ -194,24 +194,7 @@ class AgentConfig:
     record_max_bytes: Bytes = 8 * 1024 * 1024 * 1024  # all recordings of this rank in record_dir together
 
     def __post_init__(self) -> None:
-<<<<<<< HEAD
-        _require_types("agent", self)
-        sizes = ("record_buffer_bytes", "record_part_bytes", "record_max_bytes")
-        _require_range("agent", self, sizes, 65536, 2**40)
-        _require_range("agent", self, ("top_k",), 0, 65536)
-        _require_range("agent", self, ("window_steps", "agree_every"), 1, 2**31)
-        times = (
-            "heartbeat_s",
-            "resend_s",
-            "silence_limit_s",
-            "start_limit_s",
-            "vote_limit_s",
-            "close_limit_s",
-        )
-        _require_range("agent", self, times, LEAST_S, MOST_S)
-=======
         _check_fields("agent", self)
->>>>>>> main
         if self.rebalancer:
             address = _parse_endpoint(self.rebalancer, field="agent.rebalancer")
             known = address.ipc_path is not None or (address.port > 0 and address.host != "*")
