@@ -24,7 +24,6 @@ from evenroute.dist.record.tap import RecordingTap
 logger = logging.getLogger("evenroute.dist.agent")
 
 _EXIT_LIMIT_S = 10.0
-_running: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Closing:
@@ -116,8 +115,8 @@ def close_with(agent: object, closing: Closing) -> Callable[[], None]:
         at_child_exit.cancel()
         # The collector runs in any thread, the agent's own among them, and must not wait.
         thread = threading.Thread(target=closing.on_its_device, name="evenroute-closing", daemon=True)
-        _running.add(thread)
         thread.start()
+        _wait_at_exit(thread)
 
     def call_off() -> None:
         finalizer.detach()
@@ -132,7 +131,6 @@ def close_with(agent: object, closing: Closing) -> Callable[[], None]:
     return call_off
 
 
-@atexit.register
-def _join_running() -> None:
-    for thread in list(_running):
-        thread.join(_EXIT_LIMIT_S)
+def _wait_at_exit(thread: threading.Thread) -> None:
+    atexit.register(thread.join, _EXIT_LIMIT_S)
+    Finalize(None, thread.join, args=(_EXIT_LIMIT_S,), exitpriority=1)
