@@ -23,7 +23,6 @@ from torch.distributed import ProcessGroup
 
 from evenroute.dist.config import AgentConfig
 from evenroute.dist.groups import RollCall
-from evenroute.dist.protocol.agreement import Key
 from evenroute.dist.protocol.job_start import StartedJob
 from evenroute.dist.protocol.rank import PreparedPlacement, RankConfig, RankCore, prepare_placement
 from evenroute.dist.protocol.stream import Unsent
@@ -37,7 +36,7 @@ from evenroute.dist.record.session import RecordingSession
 from evenroute.dist.record.tap import RecordingTap, RoutedIds, make_recorder
 from evenroute.dist.weights.mover import LayerMover, TablesOnly
 from evenroute.dist.wire.link import DealerLink
-from evenroute.dist.wire.messages import JobShape, PlacementMessage
+from evenroute.dist.wire.messages import JobShape, Key, PlacementMessage
 from evenroute.eplb._checks import require_bool, require_int, require_seconds
 from evenroute.eplb.placement.placement import Placement
 
@@ -284,8 +283,6 @@ class RankAgent:
         """Vocabulary ids and positions [T] (integers) of this step's rows, for recordings of mode per_token."""
         if self._tap.open:
             self._tap.add_inputs(token_ids, positions)
-
-    # ---------------------------------------------------------------------------------------- state
 
     @property
     def key(self) -> Key | None:

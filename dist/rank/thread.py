@@ -170,6 +170,8 @@ class AgentThread:
         with self.lock:
             out = self.core.tick(time.monotonic())
         self._send(out)
+        while self.core.notices:
+            logger.warning("rank %d: %s", self.core.rank, self.core.notices.popleft())
         for report in self.recorder.due(time.monotonic()):
             self._link.send(CONTROL_TAG, encode_control(report))
 

@@ -7,16 +7,19 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from evenroute.dist.protocol.rebalancer import Outgoing, RebalancerCore
+from evenroute.dist.protocol.rebalancer import RebalancerCore
+from evenroute.dist.protocol.types import Outgoing
 from evenroute.dist.rebalancer.guards import JobGate
 from evenroute.dist.rebalancer.log import LimitedLog
 from evenroute.dist.wire.control import RANK_ROLES
 from evenroute.dist.wire.link import Received, RouterLink
 from evenroute.dist.wire.messages import (
     Down,
+    Goodbye,
     MessageError,
     PlacementMessage,
-    Window,
+    RankStatus,
+    RankWindow,
     decode_up,
     encode,
 )
@@ -42,13 +45,14 @@ class RankTraffic:
         max_message_bytes: int,
     ) -> None:
         self.merged = 0
+        self._ended: tuple[int, set[int]] = (0, set())  # run, and its ranks that said goodbye
         self._core = core
         self._link = link
         self._jobs = jobs
         self._rejected = rejected
         self._log = log
         self._max_message_bytes = max_message_bytes
-        self._windows: list[tuple[bytes, Window]] = []
+        self._windows: list[tuple[bytes, RankWindow]] = []
         self._batch_at = 0.0
         self._merged_run = self._shortest = 0
         self._encoded: tuple[Down | None, bytes] = (None, b"")
@@ -62,15 +66,39 @@ class RankTraffic:
     def take(self, received: Received, now: float) -> None:
         """One frame of a rank: a window joins the batch, anything else is answered at once."""
         message = self._decode(received)
-        if isinstance(message, Window):
+        if isinstance(message, RankWindow):
             self._note_merged(message)
             if not self._windows:
                 self._batch_at = now + _BATCH_S
             self._windows.append((received.peer, message))
             if len(self._windows) >= _WINDOWS_PER_BATCH:
                 self.store()
+        elif isinstance(message, Goodbye):
+            self._take_goodbye(received.peer, message)
         elif message is not None and not self._jobs.refuses(message, now):
             self.send(self._guarded(received.peer, message, now))
+            if isinstance(message, RankStatus) and message.run == self._ended[0]:
+                self._ended[1].discard(message.rank)
+
+    def ended(self) -> set[int]:
+        """Ranks of the current run that have said goodbye."""
+        view = self._core.view
+        return self._ended[1] if view is not None and view.run == self._ended[0] else set()
+
+    def _take_goodbye(self, peer: bytes, message: Goodbye) -> None:
+        """Of the current run, and from the peer that speaks for this rank: nobody else can end it."""
+        view = self._core.view
+        if view is None or message.run != view.run:
+            return
+        known = view.ranks.get(message.rank)
+        if known is None or known.peer != peer:
+            self._rejected["content"] += 1
+            return
+        if self._ended[0] != message.run:
+            self._ended = (message.run, set())
+        self._ended[1].add(message.rank)
+        if len(self._ended[1]) == view.job.ep_size:
+            self._log.log(logging.INFO, "run", f"run {view.run:#x} has finished: all ranks said goodbye")
 
     def store_due(self, now: float) -> None:
         """Store the batch if its time is up."""
@@ -83,7 +111,7 @@ class RankTraffic:
             windows, self._windows = self._windows, []
             self.send(self._core.receive_windows(windows))
 
-    def _note_merged(self, window: Window) -> None:
+    def _note_merged(self, window: RankWindow) -> None:
         """A rank's window that covers more steps than the run's shortest: unsent ones were merged in it."""
         if window.run != self._merged_run:
             self._merged_run, self._shortest = window.run, 0

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenroute.dist.config import AgentConfig
-from evenroute.dist.protocol.agreement import Key
 from evenroute.dist.record.files import RecorderSettings, check_folder
 from evenroute.dist.record.recorder import RankRecorder
 from evenroute.dist.record.session import RecordingSession, TokenPass
-from evenroute.dist.wire.messages import JobShape
+from evenroute.dist.wire.messages import JobShape, Key
 from evenroute.eplb.placement.placement import PlacementRow
 
 _EXTRA = ("token_ids", "positions")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import zmq
 
-from evenroute.dist.wire.messages import Ack, Goodbye, Window, decode_up, encode
+from evenroute.dist.wire.messages import Ack, Goodbye, RankWindow, decode_up, encode
 from support.control_plane import child_environment
 
 pytestmark = pytest.mark.timeout(90)
@@ -44,7 +44,7 @@ def test_ways_to_end(tmp_path, way, status, last):
                 peer, frame = router.recv_multipart()
                 message = decode_up(frame)
                 tags.append(message.__struct_config__.tag)
-                if isinstance(message, Window):
+                if isinstance(message, RankWindow):
                     windows[message.seq] = message.tokens, int(np.frombuffer(message.counts, "<i8").sum())
                     router.send_multipart([peer, encode(Ack(message.run, 1, message.seq))])
                 if isinstance(message, Goodbye):
