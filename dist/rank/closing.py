@@ -87,7 +87,8 @@ class Closing:
                 unsent.open_tokens,
                 unsent.open_steps,
             )
-        if not self._votes.close(min(2.0, limit_s)):
+        # Ranks that are a few steps behind still need this one's last vote.
+        if not self._votes.close(limit_s if clean and not self.failed else min(2.0, limit_s)):
             logger.warning(
                 "rank %d: the last vote is still under way; its thread ends with the process", self._rank
             )
