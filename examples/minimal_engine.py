@@ -1,5 +1,6 @@
 """An engine of your own: torchrun --standalone --nproc-per-node 2 examples/minimal_engine.py [REBALANCER]"""
 
+import atexit
 import sys
 
 import torch
@@ -16,6 +17,7 @@ from evenroute.routing.tables.tables import DispatchTables
 LAYERS, EXPERTS, SLOTS, TOP_K, HIDDEN = 4, 32, 40, 4, 64
 
 dist.init_process_group("gloo")
+atexit.register(dist.destroy_process_group)  # runs behind the end of the agent
 torch.manual_seed(0)  # the same gates on every rank
 gates = [torch.nn.Linear(HIDDEN, EXPERTS) for _ in range(LAYERS)]
 placement = Placement.initial(LAYERS, EXPERTS, SLOTS, Topology(dist.get_world_size()))

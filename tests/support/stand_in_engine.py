@@ -4,6 +4,7 @@ It learns of a pass's rows when it runs it, runs dummy passes that it tells nobo
 layer more often than the others, chooses experts by itself, keeps maps of its own, and never closes anything.
 """
 
+import atexit
 import json
 import os
 import sys
@@ -91,6 +92,7 @@ def main():
     folder, address, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     join_job(backend="gloo", limit_s=150.0, collective_limit_s=120.0)
+    atexit.register(torch_dist.destroy_process_group)
     engine, switches = Engine(rank, size, folder, address), 0
     for step in range(steps):
         busy = rank == 0 or step % 3 == 0
