@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evenroute.tools.errors import one_line_errors
+from evenroute.tools.options import AsJson, ExpertBytes, Layout, NumExperts, WeightBytes
 
 if TYPE_CHECKING:
     from evenroute.eplb.analysis.measures import Workload
@@ -29,16 +30,12 @@ OnPlacement = Annotated[
 HardwareName = Annotated[str | None, typer.Option(help="h20, h100, h200, b200, gb200 or mi300x.")]
 Hidden = Annotated[int | None, typer.Option(min=1, help="Hidden size, for the size of an expert.")]
 Intermediate = Annotated[int | None, typer.Option(min=1, help="Experts' intermediate size.")]
-WeightBytes = Annotated[float, typer.Option(help="Bytes a weight (fp8 1, bf16 2).")]
-ExpertBytes = Annotated[int | None, typer.Option(min=1, help="Bytes of one expert in one layer.")]
 Model = Annotated[str | None, typer.Option(help="Model whose sizes to use: dsv3, qwen3, kimi-k2, kimi-k3.")]
 TopK = Annotated[int | None, typer.Option(min=1, help="Experts a token, where the loads do not state it.")]
 Share = Annotated[float | None, typer.Option(min=0, max=1, help="Part of a step that experts take today.")]
 BatchTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of one step over all ranks.")]
 ReplanMinutes = Annotated[float | None, typer.Option(help="Minutes between two plans.")]
 MinGain = Annotated[float, typer.Option(min=0, max=1, help="Least shortening of a step that is worth it.")]
-NumExperts = Annotated[int | None, typer.Option(min=1, help="Experts, for traces that do not state them.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
 
 
 @one_line_errors
@@ -60,6 +57,7 @@ def advise(
     replan_minutes: ReplanMinutes = None,
     min_gain: MinGain = 0.02,
     num_experts: NumExperts = None,
+    layout: Layout = None,
     as_json: AsJson = False,
 ) -> None:
     """A verdict a person can act on: recommend, not now, or not enough evidence, with the reasons as numbers."""
@@ -67,15 +65,18 @@ def advise(
 
     from evenroute.eplb.analysis.advice import advise as make_advice
     from evenroute.eplb.analysis.measures import HARDWARE, AdviceSettings
+    from evenroute.eplb.files.whole import require_whole
     from evenroute.tools.inputs import expert_size, known_model, open_loads
 
     if hardware is not None and hardware not in HARDWARE:
         raise ValueError(f"--hardware {hardware!r}, expected one of {', '.join(HARDWARE)}")
     if replan_minutes is not None and replan_minutes <= 0:
         raise ValueError(f"--replan-minutes {replan_minutes:g}, expected above 0")
-    sources = open_loads(loads, num_experts=num_experts)
+    sources = open_loads(loads, num_experts=num_experts, layout=layout)
     first = sources[0]
     ranks = ep_size or next((s.ep_size for s in sources if s.ep_size), None)
+    if ranks is not None:
+        require_whole(sources, ranks)
     shape, assumed = known_model(model, first)
     size = expert_size(
         given=expert_bytes,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evenroute.tools.errors import check_output, one_line_errors
+from evenroute.tools.options import AsJson, Layout, NumExperts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +24,9 @@ MOST_WINDOWS = 64
 PNG_FRACTIONS = (0.0, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.10)
 
 
-def _read_windows(paths: Sequence[Path]) -> tuple[NDArray[np.float64], int]:
+def _read_windows(
+    paths: Sequence[Path], num_experts: int | None, layout: str | None, ep_size: int
+) -> tuple[NDArray[np.float64], int]:
     """Loads ``[W, L, E]`` of files of any known form, oldest first, and how many windows there were in all.
 
     Of a longer history the newest `MOST_WINDOWS` are kept.
@@ -32,11 +35,13 @@ def _read_windows(paths: Sequence[Path]) -> tuple[NDArray[np.float64], int]:
 
     import numpy as np
 
+    from evenroute.eplb.files.whole import require_whole
     from evenroute.tools.inputs import all_windows, open_loads
 
     newest: deque[NDArray[Any]] = deque(maxlen=MOST_WINDOWS)
     found = 0
-    for window in all_windows(open_loads(paths)):
+    sources = require_whole(open_loads(paths, num_experts=num_experts, layout=layout), ep_size)
+    for window in all_windows(sources):
         newest.append(window)
         found += 1
     if not found:
@@ -67,7 +72,9 @@ def plan(
     model: Annotated[str | None, typer.Option(help="Name of the model, for the file.")] = None,
     phase: Annotated[str | None, typer.Option(help="prefill, decode, ..., for the file.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the placement here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    num_experts: NumExperts = None,
+    layout: Layout = None,
+    as_json: AsJson = False,
     png: Annotated[Path | None, typer.Option(help="Plot balancedness against moved slots.")] = None,
 ) -> None:
     """Plan a placement: predicted balancedness, moved slots, and why."""
@@ -77,7 +84,7 @@ def plan(
 
     check_output("-o", output)
     check_output("--png", png)
-    array, found = _read_windows(loads)
+    array, found = _read_windows(loads, num_experts, layout, ep_size)
     if found > len(array):
         print(f"note: {found} windows found, the newest {len(array)} are planned from", file=sys.stderr)
     topology = check_plan_numbers(array.shape[2], num_slots, num_groups, num_nodes, ep_size)

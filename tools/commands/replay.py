@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evenroute.tools.errors import one_line_errors
+from evenroute.tools.options import AsJson, ExpertBytes, Layout, NumExperts, WeightBytes
 
 if TYPE_CHECKING:
     from evenroute.eplb.analysis.replay import Replay, ReplayResult
@@ -40,11 +41,7 @@ MaxMoves = Annotated[int | None, typer.Option(help="Most slots a plan may move."
 Target = Annotated[float | None, typer.Option(help="Balancedness at which a plan may stop.")]
 Start = Annotated[Path | None, typer.Option(help="Placement in use at the start (any known form).")]
 Share = Annotated[float, typer.Option(min=0, max=1, help="Part of a step that experts take without EPLB.")]
-ExpertBytes = Annotated[int | None, typer.Option(min=1, help="Bytes of one expert in one layer.")]
 Model = Annotated[str | None, typer.Option(help="Model whose expert size to use.")]
-WeightBytes = Annotated[float, typer.Option(help="Bytes a weight (fp8 1, bf16 2).")]
-NumExperts = Annotated[int | None, typer.Option(min=1, help="Experts, for traces that do not state them.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
 
 
 @one_line_errors
@@ -70,12 +67,14 @@ def replay(
     model: Model = None,
     weight_bytes: WeightBytes = 1.0,
     num_experts: NumExperts = None,
+    layout: Layout = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay a history: balancedness over time, moves, bytes and step time, for one or many settings."""
+    from evenroute.eplb.files.whole import require_whole
     from evenroute.tools.inputs import expert_size, known_model, number_list, open_loads
 
-    sources = open_loads(loads, num_experts=num_experts)
+    sources = open_loads(loads, num_experts=num_experts, layout=layout)
     first = sources[0]
     common = {
         "num_nodes": num_nodes,
@@ -91,6 +90,9 @@ def replay(
     if num_slots is not None and redundant is not None:
         raise ValueError("--num-slots and --redundant say the same: give one of them")
     sizes = number_list("--ep-size", ep_size) if ep_size else [first.ep_size or _assumed_ranks(first)]
+    if ep_size or first.ep_size:
+        for ranks in sizes:
+            require_whole(sources, ranks)
     spare = number_list("--redundant", redundant) if redundant else None
     if num_slots is not None:
         spare = [num_slots - first.num_logical_experts]
