@@ -17,6 +17,7 @@ from evenroute.routing.kernels.lists import (
     sort4,
     take_best,
 )
+from evenroute.routing.kernels.wide import choose_wide
 from evenroute.routing.kernels.rows import (
     ID_SHIFT,
     LAST_EXPERT,
@@ -111,16 +112,18 @@ def choose_by_lists(row, PLAN: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.con
 
 @triton.jit
 def choose_best(row, PLAN: tl.constexpr, SCORE: tl.constexpr):
-    """(image, payload, expert) [32, ROWS]: lane k holds the k-th best of its row. DEPTH 0: by bound; else by lists."""
+    """(image, payload, expert) [32, ROWS]: lane k holds the k-th best of its row, by codes, lists, bound or in loops."""
     LAYOUT: tl.constexpr = PLAN.layout
     if PLAN.coded:
         best_key, best_pay, expert = choose_by_codes(row, PLAN, LAYOUT, SCORE)
     else:
-        if PLAN.depth == 0:
+        if LAYOUT.chunks > 8:
+            best_key, best_pay = choose_wide(row, PLAN, LAYOUT, SCORE)
+        elif PLAN.depth == 0:
             best_key, best_pay, kept, failed = choose_by_bound(row, PLAN, LAYOUT, SCORE)
         else:
             best_key, best_pay, kept, failed = choose_by_lists(row, PLAN, LAYOUT, SCORE)
-        if PLAN.depth < LAYOUT.per_lane and PLAN.depth < PLAN.top_k:
+        if LAYOUT.chunks <= 8 and PLAN.depth < LAYOUT.per_lane and PLAN.depth < PLAN.top_k:
             if failed:
                 best_key, best_pay = choose_again(row, kept, PLAN, LAYOUT, SCORE)
         expert = LAST_EXPERT - (best_pay >> ID_SHIFT)
