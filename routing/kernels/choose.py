@@ -17,7 +17,6 @@ from evenroute.routing.kernels.lists import (
     sort4,
     take_best,
 )
-from evenroute.routing.kernels.wide import choose_wide
 from evenroute.routing.kernels.rows import (
     ID_SHIFT,
     LAST_EXPERT,
@@ -29,6 +28,7 @@ from evenroute.routing.kernels.rows import (
     payload_of,
     split4,
 )
+from evenroute.routing.kernels.wide import choose_in_order, choose_wide
 
 FARTHEST = tl.constexpr(1 << 20)
 
@@ -112,7 +112,7 @@ def choose_by_lists(row, PLAN: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.con
 
 @triton.jit
 def choose_best(row, PLAN: tl.constexpr, SCORE: tl.constexpr):
-    """(image, payload, expert) [32, ROWS]: lane k holds the k-th best of its row, by codes, lists, bound or in loops."""
+    """(image, payload, expert) [32, ROWS]: lane k holds the k-th best of its row."""
     LAYOUT: tl.constexpr = PLAN.layout
     if PLAN.coded:
         best_key, best_pay, expert = choose_by_codes(row, PLAN, LAYOUT, SCORE)
@@ -125,6 +125,9 @@ def choose_best(row, PLAN: tl.constexpr, SCORE: tl.constexpr):
             best_key, best_pay, kept, failed = choose_by_lists(row, PLAN, LAYOUT, SCORE)
         if LAYOUT.chunks <= 8 and PLAN.depth < LAYOUT.per_lane and PLAN.depth < PLAN.top_k:
             if failed:
-                best_key, best_pay = choose_again(row, kept, PLAN, LAYOUT, SCORE)
+                if LAYOUT.chunks == 8:  # unrolled, most of the compiler's time
+                    best_key, best_pay = choose_in_order(row, kept, PLAN, LAYOUT, SCORE)
+                else:
+                    best_key, best_pay = choose_again(row, kept, PLAN, LAYOUT, SCORE)
         expert = LAST_EXPERT - (best_pay >> ID_SHIFT)
     return best_key, best_pay, expert

@@ -62,11 +62,11 @@ def bound_layout(top_k: int, per_lane: int, lanes: int) -> tuple[int, int]:
 
 
 def chosen_by_bound(top_k: int, per_lane: int, num_tokens: int) -> bool:
-    """Wide rows and many columns: lists would be deep. Beyond 32 places a lane, always: see `wide.py`."""
-    if per_lane > 32:
+    """Wide rows and many columns: lists would be deep, and slow to compile; of 32 places a lane and more, always."""
+    if per_lane > 28:
         return True
     if per_lane <= 8 or top_k <= 4:
-        return False
+        return per_lane > 16
     if top_k > 16 or (per_lane > 16 and top_k > 8):
         return True
     return num_tokens > (256 if per_lane > 16 else 4096)
@@ -94,7 +94,7 @@ def plan_launch(config: RouterConfig, num_tokens: int) -> LaunchPlan:
     depth, segments, slots = list_depth(config.top_k, per_lane, used, size), 2, 1
     if config.grouped:
         depth = max(depth, 2)  # a group's score may need the two largest of a lane
-    by_bound = chosen_by_bound(config.top_k, per_lane, num_tokens)
+    by_bound = chosen_by_bound(config.top_k, per_lane, num_tokens) or (per_lane > 8 and depth > 6)
     if by_bound:
         depth = 0
         segments, slots = bound_layout(config.top_k, per_lane, used)

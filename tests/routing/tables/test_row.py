@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from evenroute.eplb.placement.placement import Placement, PlacementRow
 from evenroute.eplb.placement.topology import Topology
-from evenroute.routing.tables.tables import DispatchTables
 from evenroute.routing.tables import row as table_row
+from evenroute.routing.tables.tables import DispatchTables
 from support.plain_table_row import build_table_row
 
 
