@@ -65,6 +65,9 @@ def cache_folder() -> Path | None:
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile ``function`` at its first call, without the interpreter lock, and cache it on disk."""
+    # Numba files code under its source's path: an editable install's links and the files behind them are one place.
+    source = os.path.realpath(function.__code__.co_filename)
+    function.__code__ = function.__code__.replace(co_filename=source)
     folder = cache_folder()
     config: Any = numba.config
     before = config.CACHE_DIR

@@ -15,14 +15,21 @@ slots = np.array([0, 1, 2, 3], dtype=np.int32)
 load = np.array([4.0, 3.0, 2.0, 1.0])
 holds = np.array([[1, 1, 0, 0], [0, 0, 1, 1]], dtype=np.bool_)
 ranks = np.array([7.0, 3.0])
-print(swap_refine(2, slots, load, holds, ranks, 10), slots.tolist(), sum(swap_refine.stats.cache_hits.values()))
+done = swap_refine(2, slots, load, np.zeros(4, dtype=np.int8), holds, ranks, 10)
+print(done, slots.tolist(), sum(swap_refine.stats.cache_hits.values()))
 """
 
 
 def run(tree: Path, cache: Path) -> str:
     env = {**os.environ, "PYTHONPATH": str(tree), "NUMBA_CACHE_DIR": str(cache)}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", PROGRAM],
+        env=env,
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     return done.stdout.strip()
 
@@ -32,6 +39,7 @@ def test_an_edited_helper_is_compiled_again(tmp_path: Path) -> None:
     copy = tree / "evenroute" / "eplb"
     copy.parent.mkdir(parents=True)
     shutil.copytree(EPLB, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(EPLB.parent / "evenroute/__init__.py", copy.parent)  # else the installed package is found
     source = (copy / "planner/kernels/pack.py").read_text()
     head, body = source.split("@kernel\ndef swap_refine", 1)
     # A kernel in a file of its own that another file's kernel calls: the case numba's cache misses.

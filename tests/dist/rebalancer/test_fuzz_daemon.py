@@ -14,20 +14,13 @@ import pytest
 
 from evenroute.dist.config import PlannerSettings, RebalancerConfig, RebalancerSettings
 from evenroute.dist.protocol.agreement import Version
-from evenroute.dist.protocol.rebalancer import Phase
+from evenroute.dist.protocol.types import Phase
 from evenroute.dist.rebalancer.process import Rebalancer
 from evenroute.dist.wire.control import RecordRead, RecordStart, RecordStop, StatusRequest, encode_control
 from evenroute.dist.wire.keys import LOCAL_ROLE
 from evenroute.dist.wire.link import Received
-from evenroute.dist.wire.messages import (
-    JobShape,
-    Rows,
-    SnapshotRequest,
-    Status,
-    Window,
-    encode,
-    pack_placement,
-)
+from evenroute.dist.wire.messages import JobShape, RankStatus, RankWindow, Rows, SnapshotRequest, encode
+from evenroute.dist.wire.placement import pack_placement
 from evenroute.dist.wire.recording import RecordReport
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
@@ -61,6 +54,11 @@ class FakeLink:
         pass
 
 
+def give_fake_link(made):
+    made._link.close()
+    made._link = made._ranks._link = FakeLink()
+
+
 @pytest.fixture
 def daemon(tmp_path):
     settings = RebalancerSettings(
@@ -68,8 +66,7 @@ def daemon(tmp_path):
     )
     config = RebalancerConfig(settings, PlannerSettings(enabled=False))
     made = Rebalancer(config)
-    made._link.close()
-    made._link = FakeLink()
+    give_fake_link(made)
     yield made
     made._release()
 
@@ -77,8 +74,7 @@ def daemon(tmp_path):
 def deliver(daemon, frame, *, control=False, peer=b"p", role=LOCAL_ROLE):
     daemon._link.incoming.append(Received(peer, role, control, frame))
     daemon._turn(1.0)
-    if daemon._windows:
-        daemon._store_batch()
+    daemon._ranks.store()
 
 
 def status(daemon, rank, **changes):
@@ -86,7 +82,7 @@ def status(daemon, rank, **changes):
     digests = np.array(START.row_digests, "<i8").tobytes()
     fence = daemon.core.epoch
     fields = {"vote": 0, "held": (0, 0), "held_digest": START.digest, "token": daemon.core._token, **changes}
-    return Status(
+    return RankStatus(
         RUN,
         rank,
         JOB,
@@ -112,7 +108,7 @@ def bring_up(daemon):
 
 
 def window(rank, seq):
-    return Window(RUN, rank, seq, 10 * (seq - 1), 10 * seq - 1, 8, np.full((2, 4), 4, "<i8").tobytes())
+    return RankWindow(RUN, rank, seq, 10 * (seq - 1), 10 * seq - 1, 8, np.full((2, 4), 4, "<i8").tobytes())
 
 
 def corpus(daemon):
@@ -231,8 +227,7 @@ def daemons(tmp_path):
             bind=f"ipc://{folder}/r.sock", store=str(folder / "run.db"), log_level="error"
         )
         made = Rebalancer(RebalancerConfig(settings, PlannerSettings(enabled=False)))
-        made._link.close()
-        made._link = FakeLink()
+        give_fake_link(made)
         return made
 
     return make
