@@ -14,11 +14,11 @@ from evenroute.dist.wire.address import parse_address
 from evenroute.dist.wire.control import (
     ANSWER_LIMIT_BYTES,
     Answer,
+    RebalancerStatus,
     Recorded,
     RecordRead,
     Refused,
     Request,
-    Status,
     StatusAnswer,
     StatusRequest,
     decode_answer,
@@ -27,10 +27,9 @@ from evenroute.dist.wire.control import (
 )
 from evenroute.dist.wire.keys import load_client_keys
 from evenroute.dist.wire.link import CONTROL_TAG, DealerLink
-from evenroute.eplb._checks import describe, require_int, require_number
+from evenroute.eplb._checks import describe, require_number
 
 _REQUESTS = typing.get_args(Request)
-MAX_RANK = 65535
 
 
 class UnreachableError(OSError):
@@ -114,7 +113,9 @@ def _checked_frame(request: Request) -> bytes:
     return frame
 
 
-def query_status(address: str, *, keys: str | PathLike[str] | None = None, timeout_s: float = 5.0) -> Status:
+def query_status(
+    address: str, *, keys: str | PathLike[str] | None = None, timeout_s: float = 5.0
+) -> RebalancerStatus:
     """The rebalancer's status. Raises UnreachableError, RefusedError, or ValueError for a bad address or key file."""
     with ControlClient(address, keys=keys, timeout_s=timeout_s) as client:
         answer = client.ask(StatusRequest())
@@ -143,19 +144,7 @@ def read_recording(
     keys: str | PathLike[str] | None = None,
     timeout_s: float = 30.0,
 ) -> Iterator[Recorded]:
-    """A recording in parts of a few MB. Raises as `query_status`, for wrong arguments at once."""
-    _require_limit(timeout_s)
-    parse_address(address, field="address")
-    if rank is not None:
-        require_int("rank", rank, 0, MAX_RANK)
-    if keys is not None:
-        load_client_keys(keys)
-    return _read_recording(address, rank, keys, timeout_s)
-
-
-def _read_recording(
-    address: str, rank: int | None, keys: str | PathLike[str] | None, timeout_s: float
-) -> Iterator[Recorded]:
+    """A recording in parts of a few MB. Raises as `query_status`."""
     with ControlClient(address, keys=keys, timeout_s=timeout_s) as client:
         offset: int | None = 0
         while offset is not None:

@@ -19,12 +19,12 @@ from evenroute.dist.wire.control import (
     Answer,
     Done,
     ForeignVersionError,
+    RebalancerStatus,
     RecordRead,
     RecordStart,
     RecordStop,
     Refused,
     Request,
-    Status,
     StatusAnswer,
     StatusRequest,
     decode_request,
@@ -50,7 +50,7 @@ class ControlService:
         self,
         core: RebalancerCore,
         recorder: Recorder,
-        build_status: Callable[[float], Status],
+        build_status: Callable[[float], RebalancerStatus],
         rejected: Counter[str],
         log: LimitedLog,
     ) -> None:
@@ -68,11 +68,11 @@ class ControlService:
             return self._answer(decode_request(frame), role, now)
         except ForeignVersionError as error:
             self._rejected["decode"] += 1
-            self._log.tell(logging.WARNING, "version", f"refused: {error}")
+            self._log.log(logging.WARNING, "version", f"refused: {error}")
             return Refused(f"{error}; use the evenroute version that the rebalancer runs")
         except MessageError as error:
             self._rejected["decode"] += 1
-            self._log.tell(logging.WARNING, "decode", f"refused: {error}")
+            self._log.log(logging.WARNING, "decode", f"refused: {error}")
             return None
         except StoreError as error:
             return Refused(str(error))

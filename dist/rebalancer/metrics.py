@@ -1,6 +1,6 @@
 """Prometheus metrics of the rebalancer. All names are here, and nowhere else.
 
-They are made at each scrape from the last `control.Status`, so that the main loop never waits for a scraper.
+They are made at each scrape from the last `control.RebalancerStatus`, so that the main loop never waits for a scraper.
 """
 
 from __future__ import annotations
@@ -14,14 +14,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from evenroute.dist.wire.control import Status
-from evenroute.eplb._checks import (
-    require_callable,
-    require_instance,
-    require_int,
-    require_seconds,
-    require_text,
-)
+from evenroute.dist.wire.control import RebalancerStatus
 
 PREFIX: Final = "evenroute_"
 
@@ -70,9 +63,8 @@ def metric_names() -> list[str]:
     return [f"{PREFIX}{name}_total" for name in COUNTERS] + [f"{PREFIX}{name}" for name in GAUGES]
 
 
-def counter_values(status: Status) -> dict[str, list[tuple[tuple[str, ...], float]]]:
-    """Each counter's samples: label values and value; ValueError for what is no status."""
-    require_instance("status", status, Status)
+def counter_values(status: RebalancerStatus) -> dict[str, list[tuple[tuple[str, ...], float]]]:
+    """Each counter's samples: label values and value."""
     count = status.counters
     plain = {
         "windows_received": "windows_stored",
@@ -102,14 +94,13 @@ def _from_zero(known: tuple[str, ...], counted: dict[str, int]) -> dict[str, int
     return dict.fromkeys(known, 0) | dict(sorted(counted.items()))
 
 
-def gauge_values(status: Status, max_rank_silence_s: float) -> dict[str, list[tuple[tuple[str, ...], float]]]:
+def gauge_values(
+    status: RebalancerStatus, max_rank_silence_s: float
+) -> dict[str, list[tuple[tuple[str, ...], float]]]:
     """Each gauge's samples: label values and value; a gauge without data has none.
 
-    A rank counts as heard that told something in the last `max_rank_silence_s` seconds, as for `degraded`. Raises
-    ValueError for what is no status or no time.
+    A rank counts as heard if it sent something in the last `max_rank_silence_s` seconds, as for `degraded`.
     """
-    require_instance("status", status, Status)
-    require_seconds("max_rank_silence_s", max_rank_silence_s)
 
     def one(value: float | None) -> list[tuple[tuple[str, ...], float]]:
         return [] if value is None else [((), float(value))]
@@ -145,9 +136,7 @@ def gauge_values(status: Status, max_rank_silence_s: float) -> dict[str, list[tu
 class StatusCollector(Collector):
     """Turns the last status into metric families at each scrape."""
 
-    def __init__(self, last_status: Callable[[], Status | None], max_rank_silence_s: float) -> None:
-        require_callable("last_status", last_status, "last_status()")
-        require_seconds("max_rank_silence_s", max_rank_silence_s)
+    def __init__(self, last_status: Callable[[], RebalancerStatus | None], max_rank_silence_s: float) -> None:
         self._last_status = last_status
         self._max_rank_silence_s = max_rank_silence_s
 
@@ -169,13 +158,15 @@ class StatusCollector(Collector):
 
 
 class MetricsServer:
-    """The scrape endpoint. OSError in one line when its address cannot be bound, ValueError for none."""
+    """The scrape endpoint. OSError in one line when its address cannot be bound."""
 
     def __init__(
-        self, host: str, port: int, last_status: Callable[[], Status | None], max_rank_silence_s: float
+        self,
+        host: str,
+        port: int,
+        last_status: Callable[[], RebalancerStatus | None],
+        max_rank_silence_s: float,
     ) -> None:
-        require_text("host", host)
-        require_int("port", port, 0, 65535)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(StatusCollector(last_status, max_rank_silence_s))
         try:

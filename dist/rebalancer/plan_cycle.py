@@ -17,7 +17,8 @@ from evenroute.dist.config import PlannerSettings
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.receipt import LoadView
 from evenroute.dist.protocol.types import Outgoing, PlacementInfo
-from evenroute.dist.rebalancer.planner import PlannerError, PlannerProcess, PlanReply, plan_request
+from evenroute.dist.rebalancer.planner import PlannerError, PlannerProcess, plan_request
+from evenroute.dist.rebalancer.planner_child import PlanReply
 from evenroute.dist.wire.placement import unpack_placement
 from evenroute.eplb.loads.balance import balancedness, rank_loads
 from evenroute.eplb.placement.placement import Placement

@@ -1,9 +1,10 @@
-"""The rebalancer's state as a `control.Status`, and when it is degraded."""
+"""The rebalancer's state as a `control.RebalancerStatus`, and when it is degraded."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
 from evenroute.dist.config import RebalancerConfig
@@ -11,18 +12,28 @@ from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.types import Phase
 from evenroute.dist.rebalancer.plan_cycle import PlanCycle
 from evenroute.dist.rebalancer.recording import Recorder
-from evenroute.dist.wire.control import RankRecording, RankStatus, Status
+from evenroute.dist.wire.control import RankHealth, RankRecording, RebalancerStatus
 from evenroute.dist.wire.messages import NO_KEY
-from evenroute.eplb.store.writer import RankState
+from evenroute.eplb.store.schema import IN_USE_EVENT, encode_in_use
+from evenroute.eplb.store.writer import HistoryStore, StoreError
 
-_STORE_ERROR_TELLS_S = 60.0
+_STORE_ERROR_SHOWN_S = 60.0
+_IN_USE_EVERY_S = 1.0
 
 
 class StatusBuilder:
-    """Makes the status; `rank_states` reads per-rank receipt from the store (called once per build)."""
+    """Makes the status; what each rank delivered is read from the store."""
 
-    def __init__(self, config: RebalancerConfig, core: RebalancerCore, plans: PlanCycle, now: float) -> None:
+    def __init__(
+        self,
+        config: RebalancerConfig,
+        core: RebalancerCore,
+        plans: PlanCycle,
+        store: HistoryStore,
+        now: float,
+    ) -> None:
         self._config = config
+        self._store = store
         self._core = core
         self._plans = plans
         self._started_at = now
@@ -37,19 +48,18 @@ class StatusBuilder:
         address: str,
         lag_s: float,
         extra_counters: Mapping[str, int],
-        rank_states: Callable[[int], list[RankState]],
         problems: Sequence[str],
         recorder: Recorder,
         rank_recordings: Mapping[int, RankRecording],
-    ) -> Status:
+    ) -> RebalancerStatus:
         """The status of this moment."""
         core, plans, planner = self._core, self._plans, self._config.planner
-        ranks = self._ranks(now, rank_states, rank_recordings)
+        ranks = self._ranks(now, rank_recordings)
         newest = core.newest.key if core.newest is not None else NO_KEY
         live_lowest, live_highest = core.view.live_range() if core.view is not None else (NO_KEY, NO_KEY)
         job = core.job
         counters = {**asdict(core.counters), **extra_counters}
-        return Status(
+        return RebalancerStatus(
             state=core.phase.value,
             degraded=[*self._degraded(now, ranks), *problems],
             pid=os.getpid(),
@@ -90,22 +100,19 @@ class StatusBuilder:
             shared_counts=job is not None and job.shared_counts,
         )
 
-    def _ranks(
-        self,
-        now: float,
-        rank_states: Callable[[int], list[RankState]],
-        recordings: Mapping[int, RankRecording],
-    ) -> list[RankStatus]:
+    def _ranks(self, now: float, recordings: Mapping[int, RankRecording]) -> list[RankHealth]:
         core = self._core
         if core.view is None:
             return []
-        stored = {state.rank: state for state in rank_states(core.view.run)}
+        stored = {}
+        with suppress(StoreError):
+            stored = {state.rank: state for state in self._store.rank_states(core.view.run)}
         newest = core.newest.key if core.newest is not None else NO_KEY
         found = []
         for number in range(core.view.job.ep_size):
             view, state = core.view.ranks.get(number), stored.get(number)
             found.append(
-                RankStatus(
+                RankHealth(
                     rank=number,
                     heard_s_ago=None if view is None else max(0.0, now - view.heard_at),
                     vote=0 if view is None else view.vote,
@@ -122,7 +129,7 @@ class StatusBuilder:
             )
         return found
 
-    def _degraded(self, now: float, ranks: list[RankStatus]) -> list[str]:
+    def _degraded(self, now: float, ranks: list[RankHealth]) -> list[str]:
         core, settings = self._core, self._config.rebalancer
         reasons = []
         if core.phase is Phase.ENDED:
@@ -143,11 +150,11 @@ class StatusBuilder:
             reasons.append(f"no successful plan for {intervals} intervals ({why})")
         if core.counters.store_errors > self._store_errors:
             self._store_errors, self._store_error_at = core.counters.store_errors, now
-        if self._store_error_at is not None and now - self._store_error_at < _STORE_ERROR_TELLS_S:
+        if self._store_error_at is not None and now - self._store_error_at < _STORE_ERROR_SHOWN_S:
             reasons.append(f"store: {core.counters.store_errors} errors, the last one lately")
         return reasons
 
-    def _version_reasons(self, now: float, ranks: list[RankStatus]) -> list[str]:
+    def _version_reasons(self, now: float, ranks: list[RankHealth]) -> list[str]:
         core = self._core
         if core.newest is None or core.view is None:
             return []
@@ -174,3 +181,31 @@ class StatusBuilder:
 def _ranks_text(ranks: list[int]) -> str:
     names = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
+
+
+class InUseLog:
+    """Keeps in the store what the ranks route with, so that a window's rank loads can be computed later.
+
+    An event is added when the agreed live rows or their keys change, at most one a second (the last one always).
+    """
+
+    def __init__(self, core: RebalancerCore, add_event: Callable[[str, str, float], None]) -> None:
+        self._core = core
+        self._add_event = add_event
+        self._added: tuple[int, bytes, bytes] = (0, b"", b"")
+        self._added_at = float("-inf")
+
+    def note(self, now: float, stamp: float) -> None:
+        """`now`: a monotonic clock, `stamp`: seconds since 1970; both in seconds."""
+        core = self._core
+        view = core.view
+        if core.phase is not Phase.SERVING or view is None or view.newest_status is None:
+            return
+        status = view.newest_status
+        found = (view.run, status.live_digests, status.live_keys)
+        if found == self._added or now - self._added_at < _IN_USE_EVERY_S or view.missing_rows():
+            return
+        lowest, highest = view.live_range()
+        text = encode_in_use(view.run, lowest if lowest == highest else NO_KEY, status.live_digests)
+        self._add_event(IN_USE_EVENT, text, stamp)
+        self._added, self._added_at = found, now

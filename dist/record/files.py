@@ -6,13 +6,14 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from numpy.typing import NDArray
 
-from evenroute.dist.wire.messages import NO_KEY, Key
+from evenroute.dist.wire.messages import NO_KEY, JobShape, Key
 from evenroute.eplb.dump.format import DumpHeader
 from evenroute.eplb.dump.writer import DumpWriter
 from evenroute.eplb.loads.source import PlacementEvent, Window
@@ -21,6 +22,19 @@ from evenroute.eplb.placement.topology import Topology
 
 SUFFIX = ".evd"
 _LEAST_ROOM = 64 * 1024
+
+
+@dataclass(frozen=True)
+class RecorderSettings:
+    """What of the agent's configuration recordings need; `folder` None = they are refused."""
+
+    run: int
+    rank: int
+    job: JobShape
+    folder: Path | None
+    buffer_bytes: int
+    part_bytes: int
+    max_bytes: int
 
 
 class FullError(Exception):
@@ -54,7 +68,7 @@ def _first_of(folder: Path, name: str, rank: int) -> Path | None:
     return min((path for path in folder.iterdir() if own.fullmatch(path.name)), default=None)
 
 
-class PassFiles:
+class DumpFiles:
     """Parts of one recording on one rank. A part gets its name when it is whole, so a killed rank loses one part.
 
     Args:

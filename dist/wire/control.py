@@ -88,7 +88,7 @@ class RankRecording(Struct, frozen=True, forbid_unknown_fields=True):
     path: str
 
 
-class RankStatus(Struct, frozen=True, forbid_unknown_fields=True):
+class RankHealth(Struct, frozen=True, forbid_unknown_fields=True):
     """One rank as the rebalancer sees it; `heard_s_ago` None = never in this life. Keys are (epoch, version)."""
 
     rank: int
@@ -105,7 +105,7 @@ class RankStatus(Struct, frozen=True, forbid_unknown_fields=True):
     recording: RankRecording | None = None
 
 
-class Status(Struct, frozen=True, forbid_unknown_fields=True):
+class RebalancerStatus(Struct, frozen=True, forbid_unknown_fields=True):
     """The rebalancer's state; times in seconds. `state`: waiting, serving or ended; `degraded`: why, if at all."""
 
     state: str
@@ -126,7 +126,7 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True):
     live_lowest: tuple[int, int]
     live_highest: tuple[int, int]
     settled: bool
-    ranks: list[RankStatus]
+    ranks: list[RankHealth]
     interval: float
     interval_unit: str
     until_next_plan: float
@@ -182,7 +182,7 @@ class Recorded(Struct, frozen=True, tag="recorded", forbid_unknown_fields=True):
 class StatusAnswer(Struct, frozen=True, tag="status", forbid_unknown_fields=True):
     """Answer to `StatusRequest`."""
 
-    status: Status
+    status: RebalancerStatus
 
 
 class Done(Struct, frozen=True, tag="done", forbid_unknown_fields=True):

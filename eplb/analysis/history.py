@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.loads.balance import Balancedness, balancedness
-from evenroute.eplb.loads.skew import Floats, RankLoadMap, quick_balancedness
+from evenroute.eplb.loads.balance import Balancedness, RankLoadMap, balancedness, quick_balancedness
+from evenroute.eplb.loads.skew import Floats
 from evenroute.eplb.loads.source import LoadSource, PlacementEvent, PlacementMap, Window
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology, automatic_redundant_experts

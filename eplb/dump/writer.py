@@ -44,7 +44,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class DumpWriter:
     """One dump in the making. The final name holds the old file until `close`, then the whole new one.
 
-    Memory is one frame. A killed writer leaves a hidden `.partial` file, which `eplb.dump.unfinished` reads. As a
+    Memory is one frame. A killed writer leaves a hidden `.partial` file, which `eplb.dump.reader` reads. As a
     context manager it finishes on success and discards on an exception. The file holds whole records at any time: one
     that cannot be written (a full disk) is taken back, and the dump can still be finished.
 

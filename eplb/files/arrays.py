@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb._io import check_input, check_memory, read_input_text
+from evenroute.eplb.files.format import Beginning, Format, one
 from evenroute.eplb.files.safetensors import SafetensorsFile
 from evenroute.eplb.loads.source import (
     LoadSource,
@@ -143,3 +144,36 @@ def rectangular(rows: Any) -> NDArray[Any]:
         )
         raise ValueError(f"expected rows of equally many numbers, found row lengths {lengths[:6]}")
     return array
+
+
+def _is_npz(file: Beginning) -> bool:
+    if file.suffix == ".npz":
+        return True
+    if not file.head.startswith(b"PK") or file.suffix in (".pt", ".pth"):
+        return False
+    try:
+        with zipfile.ZipFile(file.path) as archive:
+            return all(name.endswith(".npy") for name in archive.namelist())
+    except zipfile.BadZipFile as error:
+        raise damaged(file.path, error) from None
+
+
+NPZ = Format("npz", matches=_is_npz, read=one(read_npz))
+NPY = Format(
+    "npy",
+    matches=lambda file: file.head.startswith(b"\x93NUMPY") or file.suffix == ".npy",
+    read=one(read_npy),
+)
+SAFETENSORS = Format("safetensors", matches=lambda f: f.suffix == ".safetensors", read=one(read_safetensors))
+CSV = Format("csv", matches=lambda file: file.suffix in (".csv", ".tsv"), read=one(read_csv))
+
+
+def _from_list(path: Path, data: Any) -> LoadSource:
+    return stacked_source(path, "JSON array", rectangular(data), phase=phase_of_name(path))
+
+
+JSON_ARRAY = Format(
+    "json array",
+    matches_object=lambda file, data: isinstance(data, list) and file.suffix not in (".pt", ".pth"),
+    from_object=_from_list,
+)

@@ -19,6 +19,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from evenroute.eplb._io import open_input
+from evenroute.eplb.files.format import Format
 from evenroute.eplb.files.ranks import join_rank_sources
 from evenroute.eplb.loads.source import (
     MOST_LAYERS,
@@ -159,3 +160,14 @@ def read_traces(
 def is_trace_name(name: str) -> bool:
     """Whether a file name is one of Megatron's traces."""
     return re.fullmatch(r"router_trace_rank\d+\.jsonl", name) is not None
+
+
+FORMAT = Format(
+    "megatron",
+    matches=lambda file: file.suffix == ".jsonl",
+    read=lambda path, given: [read_traces(path, num_logical_experts=given.num_logical_experts)],
+    matches_folder=lambda names: any(is_trace_name(name) for name in names),
+    read_folder=lambda path, given: read_traces(
+        path, num_logical_experts=given.num_logical_experts, errors=given.errors
+    ),
+)

@@ -13,8 +13,8 @@ import pytest
 
 from evenroute.eplb.analysis.replay import Replay, ReplaySettings
 from evenroute.eplb.dump.reader import DumpReader
-from evenroute.eplb.files.counts import read_logical_count
 from evenroute.eplb.files.open import open_source, open_sources
+from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.loads.balance import (
     balancedness,
     placement_balancedness,
@@ -23,7 +23,12 @@ from evenroute.eplb.loads.balance import (
     validate_loads,
 )
 from evenroute.eplb.placement import topology
-from evenroute.eplb.placement.file import load_placement, save_placement, write_beside_and_rename
+from evenroute.eplb.placement.file import (
+    load_placement,
+    load_placement_set,
+    save_placement,
+    update_placement_set,
+)
 from evenroute.eplb.placement.models import MODEL_SHAPES, ModelShape
 from evenroute.eplb.placement.placement import (
     Placement,
@@ -34,7 +39,6 @@ from evenroute.eplb.placement.placement import (
     replica_counts,
     row_digest,
 )
-from evenroute.eplb.placement.set import load_placement_set, update_placement_set
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner import deepseek
 from evenroute.eplb.planner.backtest import backtest
@@ -383,7 +387,6 @@ def test_objects(words: str, call: Callable[[Any], Any], bad: tuple[Any, ...]) -
         load_placement_set,
         lambda path: open_sources([path]),
         lambda path: save_placement(path, PLACEMENT),
-        lambda path: write_beside_and_rename(path, b""),
         lambda path: update_placement_set(path, "", PLACEMENT),
     ],
 )
@@ -399,7 +402,6 @@ def test_nothing_is_written_for_a_wrong_name(tmp_path: Path) -> None:
         ("version", 1.0), ("version", True), ("version", HUGE),
     ):  # fmt: skip
         refused(f"{field} must be", lambda: save_placement(path, PLACEMENT, **{field: bad}))  # noqa: B023
-    refused("data must be bytes, found 'text'", lambda: write_beside_and_rename(path, "text"))  # type: ignore[arg-type]
     refused("paths must be a list of paths", lambda: open_sources(str(path)))
     refused("key must be text", lambda: update_placement_set(path, 3, PLACEMENT))  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())

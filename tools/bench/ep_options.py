@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenroute.eplb.files.counts import read_logical_count
+from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.tools.errors import fail

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.files.counts import read_logical_count
+from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.full import full_placement, spill_from_nodes

@@ -90,7 +90,9 @@ def register(app: typer.Typer) -> None:
             },
         )
         if check_config:
-            for warning in settings.check(try_planner=True):
+            from evenroute.dist.rebalancer.host_checks import check_host
+
+            for warning in check_host(settings, try_planner=True):
                 typer.echo(f"warning: {warning}", err=True)
             typer.echo(f"settings are good: {settings.effective()}")
             return

@@ -12,7 +12,7 @@ from evenroute.tools.errors import one_line_errors
 from evenroute.tools.report.words import one_line
 
 if TYPE_CHECKING:
-    from evenroute.dist.wire.control import RankStatus, Status
+    from evenroute.dist.wire.control import RankHealth, RebalancerStatus
 
 DEGRADED = 1
 SILENT_S = 5.0  # a rank that was heard, but not for so long, is silent; as in `evenroute top`
@@ -52,7 +52,7 @@ def _share(value: float | None) -> str:
     return "no data" if value is None else f"{value:.4f}"
 
 
-def status_lines(status: Status) -> list[str]:
+def status_lines(status: RebalancerStatus) -> list[str]:
     """The status as lines of text."""
     heard = [rank for rank in status.ranks if rank.heard_s_ago is not None]
     count = status.counters
@@ -91,7 +91,7 @@ def status_lines(status: Status) -> list[str]:
     return lines
 
 
-def recording_text(status: Status) -> str:
+def recording_text(status: RebalancerStatus) -> str:
     """Whether a recording runs, its mode, and how it goes on the ranks."""
     text = "on" if status.recording else "off"
     if status.recording and status.recording_per_rank:
@@ -108,7 +108,7 @@ def recording_text(status: Status) -> str:
     return text + (f", {dropped:,} passes dropped" if dropped else "")
 
 
-def _recorded(rank: RankStatus) -> str:
+def _recorded(rank: RankHealth) -> str:
     """What a rank's part in a recording of passes has come to; empty without one."""
     kept = rank.recording
     if kept is None:
@@ -118,7 +118,7 @@ def _recorded(rank: RankStatus) -> str:
     return text + (f" ({one_line(kept.reason)})" if kept.reason else "")
 
 
-def _rank_lines(status: Status) -> list[str]:
+def _rank_lines(status: RebalancerStatus) -> list[str]:
     """One line for each rank with something to tell; all of them in a small job."""
     lines = []
     for rank in status.ranks:
@@ -138,10 +138,10 @@ def _rank_lines(status: Status) -> list[str]:
     return lines
 
 
-def _is_silent(rank: RankStatus) -> bool:
+def _is_silent(rank: RankHealth) -> bool:
     return rank.heard_s_ago is None or rank.heard_s_ago > SILENT_S
 
 
-def _odd(rank: RankStatus) -> bool:
+def _odd(rank: RankHealth) -> bool:
     kept = rank.recording
     return kept is not None and bool(kept.dropped or kept.reason)

@@ -54,6 +54,11 @@ class FakeLink:
         pass
 
 
+def give_fake_link(made):
+    made._link.close()
+    made._link = made._ranks._link = FakeLink()
+
+
 @pytest.fixture
 def daemon(tmp_path):
     settings = RebalancerSettings(
@@ -61,8 +66,7 @@ def daemon(tmp_path):
     )
     config = RebalancerConfig(settings, PlannerSettings(enabled=False))
     made = Rebalancer(config)
-    made._link.close()
-    made._link = FakeLink()
+    give_fake_link(made)
     yield made
     made._release()
 
@@ -70,8 +74,7 @@ def daemon(tmp_path):
 def deliver(daemon, frame, *, control=False, peer=b"p", role=LOCAL_ROLE):
     daemon._link.incoming.append(Received(peer, role, control, frame))
     daemon._turn(1.0)
-    if daemon._windows:
-        daemon._store_batch()
+    daemon._ranks.store()
 
 
 def status(daemon, rank, **changes):
@@ -224,8 +227,7 @@ def daemons(tmp_path):
             bind=f"ipc://{folder}/r.sock", store=str(folder / "run.db"), log_level="error"
         )
         made = Rebalancer(RebalancerConfig(settings, PlannerSettings(enabled=False)))
-        made._link.close()
-        made._link = FakeLink()
+        give_fake_link(made)
         return made
 
     return make

@@ -1,17 +1,17 @@
 """The planner in its own process: a plan comes back; exception, hang, crash and garbage are told apart and survived."""
 
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from evenroute.dist.rebalancer.planner import PlannerError, PlannerProcess, PlanRequest, plan_now
+from evenroute.dist.rebalancer.planner import PlannerError, PlannerProcess, plan_now
+from evenroute.dist.rebalancer.planner_child import PlanRequest
 from evenroute.dist.wire.messages import JobShape
 from evenroute.dist.wire.placement import pack_placement, unpack_placement
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from support.control_plane import patience
+from support.control_plane import child_environment, patience
 
 L, E, P, R = 3, 8, 12, 2
 JOB = JobShape(num_layers=L, num_logical_experts=E, num_slots=P, ep_size=R)
@@ -20,7 +20,7 @@ JOB = JobShape(num_layers=L, num_logical_experts=E, num_slots=P, ep_size=R)
 @pytest.fixture
 def planner(tmp_path, monkeypatch):
     monkeypatch.setenv("STUB_PLANNER_SCRIPT", str(tmp_path / "script"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", child_environment()["PYTHONPATH"])
     made = PlannerProcess(2.0, "support.stub_planner:scripted")
     yield made
     made.close()

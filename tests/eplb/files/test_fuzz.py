@@ -14,9 +14,8 @@ from evenroute.eplb.dump.format import DumpHeader
 from evenroute.eplb.dump.writer import DumpWriter
 from evenroute.eplb.files.open import open_sources
 from evenroute.eplb.loads.source import LoadSource, PlacementEvent, Window
-from evenroute.eplb.placement.file import save_placement
+from evenroute.eplb.placement.file import save_placement, update_placement_set
 from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.placement.set import update_placement_set
 from evenroute.eplb.placement.topology import Topology
 from support.foreign_files import (
     ascend_map,

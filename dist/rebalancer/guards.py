@@ -1,10 +1,14 @@
-"""One rebalancer at a time: a lock beside the store and one beside the ipc endpoint, each naming its holder, and one on
-the store's file itself, which is the same under any of its names (hard links)."""
+"""What keeps one store to one rebalancer and one rebalancer to one job, and notices files that are removed under it.
+
+Locks: one file beside the store and one beside the ipc endpoint, each naming its holder, and a lock on the store's file
+itself, which is the same under all of its names (hard links).
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import signal
 import socket
@@ -13,8 +17,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
+from evenroute.dist.protocol.rebalancer import RebalancerCore
+from evenroute.dist.rebalancer.log import LimitedLog
+from evenroute.dist.wire.link import RouterLink
+from evenroute.dist.wire.messages import JobShape, RankStatus
+from evenroute.eplb.store.writer import HistoryStore
+
+LIVE_S = 3.5  # a rank that was heard so lately is alive: three heartbeats
+_LOOK_S = 0.5
+_TELL_S = 30.0  # `status` names a refused job for so long
 _STORE_LOCK_S = 2.0  # the holder that was just ended lets its locks go one by one
 
 
@@ -71,7 +83,7 @@ def _started(pid: int) -> int:
 
 
 class LockHeldError(OSError):
-    """Another process holds the lock; `holder` is who, None when it cannot be told, and `pid` its number or 0."""
+    """Another process holds the lock; `holder` is who, None when unknown, and `pid` its number or 0."""
 
     def __init__(self, what: str, path: Path, holder: Holder | None) -> None:
         who, advice = "an unknown process", "stop it"
@@ -118,13 +130,13 @@ class FileLock:
             holder = Holder.parse(os.pread(self._descriptor, 512, 0).decode(errors="replace"))
             os.close(self._descriptor)
             raise LockHeldError(what, path, holder) from None
-        # Best effort: on a full disk the lock still holds, only its holder is not told.
+        # On a full disk the lock still holds, only without its holder's name.
         with suppress(OSError):
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, Holder.of(os.getpid()).text().encode(), 0)
 
     def release(self) -> None:
-        """Let the lock go; harmless when repeated."""
+        """Let the lock go; may be called again."""
         if self._descriptor >= 0:
             with suppress(OSError):
                 os.ftruncate(self._descriptor, 0)
@@ -165,14 +177,14 @@ class StoreLock:
         return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
 
     def release(self) -> None:
-        """Let the lock go; harmless when repeated."""
+        """Let the lock go; may be called again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def _flock_holder(path: Path) -> str:
-    """Who has the flock on this file, as far as the kernel's list of locks tells."""
+    """Who has the flock on this file, if /proc/locks names it."""
     with suppress(OSError):
         found = path.stat()
         file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
@@ -220,14 +232,6 @@ class JobLock:
             lock.release()
         self._locks.clear()
 
-    def __enter__(self) -> JobLock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
-
 
 def _end_holder(what: str, path: Path, holder: Holder, limit_s: float) -> FileLock:
     """SIGTERM, half the time limit for a clean end, then SIGKILL (a frozen process needs it); take the lock."""
@@ -243,3 +247,98 @@ def _end_holder(what: str, path: Path, holder: Holder, limit_s: float) -> FileLo
                     raise
             time.sleep(0.05)
     raise LockHeldError(what, path, holder)
+
+
+class JobGate:
+    """Drops statuses that would make another run the current one while every rank of the present one is alive.
+
+    To the protocol that is a lost message. A job that was started anew is let in: the ranks it replaces are not all
+    alive any more.
+    """
+
+    def __init__(self, core: RebalancerCore, log: LimitedLog) -> None:
+        self.refused = 0
+        self._core = core
+        self._log = log
+        self._run = 0
+        self._since = self._looked_at = float("-inf")
+        self._all_live = False
+        self._logged: tuple[int, int] | None = None
+        self._last: tuple[float, str] | None = None
+
+    def refuses(self, message: object, now: float) -> bool:
+        """Whether to drop this message of a rank (counted)."""
+        view = self._core.view
+        if not isinstance(message, RankStatus) or view is None:
+            return False
+        if view.run != self._run:
+            self._run, self._since, self._looked_at = view.run, now, float("-inf")
+        if message.run == view.run:
+            return False
+        if message.fence > self._core.epoch or not self._is_alive(now):
+            return False  # the core ends a life that is fenced; the run of dead ranks is given up
+        self.refused += 1
+        text = (
+            f"{_name(message.run, message.job)} is turned away: the ranks of {_name(view.run, view.job)} are alive; "
+            "each job needs a rebalancer and a store of its own"
+        )
+        self._last = (now, text)
+        if self._logged != (view.run, message.run):  # once, not at each heartbeat
+            self._logged = (view.run, message.run)
+            self._log.log(logging.WARNING, "job", text)
+        return True
+
+    def _is_alive(self, now: float) -> bool:
+        if now - self._looked_at >= _LOOK_S:
+            self._looked_at = now
+            view = self._core.view
+            assert view is not None
+            ranks = view.ranks.values()
+            self._all_live = view.heard_all() and all(now - rank.heard_at < LIVE_S for rank in ranks)
+        # The ranks of a run that has just been taken up are still to be heard, one after the other.
+        return self._all_live or now - self._since < LIVE_S
+
+    def problems(self, now: float) -> list[str]:
+        """What `evenroute status` says of it."""
+        return [self._last[1]] if self._last is not None and now - self._last[0] < _TELL_S else []
+
+
+def _name(run: int, job: JobShape) -> str:
+    model = f" ({job.model})" if job.model else ""
+    return f"job {run:x}{model} of {job.ep_size} ranks"
+
+
+class FileWatch:
+    """`problems`: one line for each file that is not in its place any more."""
+
+    def __init__(self, lock: JobLock, link: RouterLink, store: HistoryStore, log: LimitedLog) -> None:
+        self.problems: list[str] = []
+        self._lock = lock
+        self._link = link
+        self._store = store
+        self._log = log
+        self._logged: set[str] = set()
+        self._log_file: tuple[int, int] | None = None
+
+    def look(self) -> int:
+        """Look after them; returns how many errors of the store are new."""
+        found, new = [], 0
+        store, log_file = self._lock.store, self._store.log_file()
+        self._log_file = self._log_file or log_file
+        if log_file != self._log_file or (store is not None and not store.in_place()):
+            found.append(
+                f"store {self._store.path}: its file was removed or replaced while in use; counts still go to the old "
+                "one and are lost at the end: start the rebalancer again"
+            )
+        if not self._link.in_place():
+            found.append(
+                f"address {self._link.endpoint}: its socket file was removed or replaced; no rank can connect anew: "
+                "start the rebalancer again"
+            )
+        for text in found:
+            if text not in self._logged:
+                self._logged.add(text)
+                new += text.startswith("store")
+                self._log.log(logging.ERROR, "file", text)
+        self.problems = found
+        return new

@@ -1,0 +1,180 @@
+"""The planner's own process: reads a request from stdin, plans, answers on stdout; keeps nothing between two requests.
+
+Both directions are length-prefixed msgpack; an empty message says that imports and compilation are done. Started by
+`evenroute.dist.rebalancer.planner`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import inspect
+import os
+import signal
+import sys
+from contextlib import suppress
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from evenroute.dist.config import DEFAULT_PLANNER
+from evenroute.dist.wire.messages import JobShape, WirePlacement
+from evenroute.dist.wire.placement import pack_placement, unpack_placement
+from evenroute.eplb.loads.balance import Balancedness
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
+
+LENGTH_BYTES = 4
+
+
+class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """What to plan from: loads float64 [L, E], the placement in use, and the planner's settings."""
+
+    cycle: int
+    function: str
+    loads: bytes
+    current: WirePlacement
+    policy: str
+    num_groups: int
+    target: float | None
+    max_moves: int | None
+
+
+class PlanReply(Struct, frozen=True, forbid_unknown_fields=True):
+    """A plan, or `error` in one line. Balancedness of the total, None where no layer has load."""
+
+    cycle: int
+    error: str = ""
+    placement: WirePlacement | None = None
+    policy: str = ""
+    reason: str = ""
+    before: float | None = None
+    predicted: float | None = None
+    moves: bytes = b""
+
+
+def _read_exactly(stream: IO[bytes], size: int) -> bytes | None:
+    data = stream.read(size)
+    return data if len(data) == size else None
+
+
+def _total(found: object) -> float | None:
+    assert isinstance(found, Balancedness)
+    return found.total
+
+
+def _arguments(
+    loads: NDArray[np.float64], current: Placement, request: PlanRequest
+) -> tuple[tuple[NDArray[np.float64]], dict[str, Any]]:
+    """How a planner is called: what `check_planner` binds and `plan` passes."""
+    return (loads,), {
+        "topology": current.topology,
+        "num_slots": current.num_slots,
+        "num_groups": request.num_groups,
+        "current": current,
+        "policy": request.policy,
+        "target": request.target,
+        "max_moves": request.max_moves,
+    }
+
+
+def _find(function: str) -> Any:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def plan(request: PlanRequest) -> PlanReply:
+    """Run the planner on one request; its exceptions come back as text."""
+    try:
+        function = _find(request.function)
+        wire = request.current
+        shape = (wire.num_layers, wire.num_logical_experts, wire.num_slots, wire.ep_size, wire.num_nodes)
+        current = unpack_placement(wire, JobShape(*shape))
+        loads: NDArray[np.float64] = (
+            np.frombuffer(request.loads, "<f8").reshape(current.num_layers, -1).astype(np.float64)
+        )
+        positional, named = _arguments(loads, current, request)
+        found = function(*positional, **named)
+        return PlanReply(
+            cycle=request.cycle,
+            placement=pack_placement(found.placement),
+            policy=found.policy,
+            reason=found.reason,
+            before=_total(found.before),
+            predicted=_total(found.predicted),
+            moves=np.asarray(found.moves, "<i8").tobytes(),
+        )
+    except Exception as error:  # whatever it is, the rebalancer only wants to know that there is no plan
+        return PlanReply(
+            cycle=request.cycle, error=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        )
+
+
+def _misfit(function: str) -> str | None:
+    """Why `function` cannot be a planner: not importable, not callable, or not with a planner's arguments."""
+    try:
+        found = _find(function)
+    except Exception as error:
+        return f"cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if not callable(found):
+        return f"is a {type(found).__name__}, not a function"
+    current = Placement.initial(1, 1, 1, Topology(1))
+    wire = pack_placement(current)
+    positional, named = _arguments(
+        np.zeros((1, 1)), current, PlanRequest(0, "", b"", wire, "", 1, None, None)
+    )
+    try:
+        inspect.signature(found).bind(*positional, **named)
+    except (TypeError, ValueError) as error:
+        return f"does not take a planner's arguments (loads, {', '.join(named)}): {error}"
+    return None
+
+
+def _warm_up(function: str) -> None:
+    """Import the planner; compile the built-in one."""
+    try:
+        importlib.import_module(function.partition(":")[0])
+        if function == DEFAULT_PLANNER:
+            importlib.import_module("evenroute.eplb.planner.warm_up").warm_up()
+    except Exception as error:  # each request will fail with the same, and be answered with it
+        print(f"planner {function}: {error}", file=sys.stderr)
+
+
+def _die_with_parent() -> None:
+    """Linux: SIGKILL when the rebalancer is gone, so that a hanging planner never outlives it."""
+    parent = os.getppid()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(0)
+
+
+def main() -> None:
+    """The child: read a request, plan, answer; until stdin ends. `--check FUNCTION`: say why it is no planner."""
+    _die_with_parent()
+    if len(sys.argv) > 2 and sys.argv[1] == "--check":
+        misfit = _misfit(sys.argv[2])
+        if misfit is not None:
+            print(misfit, file=sys.stderr)
+        sys.exit(misfit is not None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a planner prints goes to the log, never into the replies
+    requests = sys.stdin.buffer
+    _warm_up(sys.argv[1] if len(sys.argv) > 1 else DEFAULT_PLANNER)
+    replies.write(bytes(LENGTH_BYTES))
+    replies.flush()
+    while (head := _read_exactly(requests, LENGTH_BYTES)) is not None:
+        body = _read_exactly(requests, int.from_bytes(head, "little"))
+        if body is None:
+            return
+        reply = msgspec.msgpack.encode(plan(msgspec.msgpack.decode(body, type=PlanRequest)))
+        replies.write(len(reply).to_bytes(LENGTH_BYTES, "little") + reply)
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()
