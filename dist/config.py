@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Annotated, Any, NamedTuple
 
-from evenroute.dist.wire.address import Address, parse_address
+from evenroute.dist.wire.address import Address, bracketed, parse_address
 from evenroute.eplb._checks import LEAST_S, MOST_S, require_path, shown
 from evenroute.eplb._io import read_input_text
 
-DEFAULT_PLANNER = "evenroute.eplb.planner:plan_placement"
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]+|\*", re.ASCII)
 
 
@@ -44,7 +43,7 @@ def _one_of(*words: str) -> Rule:
 
 def _is_function(text: str) -> bool:
     module, colon, name = text.partition(":")
-    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), name))
+    return not text or (bool(colon) and all(part.isidentifier() for part in (*module.split("."), name)))
 
 
 Seconds = Annotated[float, _range(LEAST_S, MOST_S)]
@@ -114,16 +113,21 @@ class RebalancerSettings:
             _parse_endpoint(self.bind, field="rebalancer.bind")
         if self.metrics_bind:
             address = _parse_host_port(self.metrics_bind, field="rebalancer.metrics_bind")
-            # Without the brackets of IPv6: as the server takes it.
-            object.__setattr__(self, "metrics_bind", f"{address.host}:{address.port}")
+            object.__setattr__(self, "metrics_bind", f"{bracketed(address.host)}:{address.port}")
 
 
 @dataclass(frozen=True)
 class PlannerSettings:
     """When and how a placement is planned.
 
-    `interval` counts `interval_unit`s between two plans; loads are those since the last plan. A plan needs at least
-    `min_tokens` counted tokens and is published if it predicts at least `min_gain` more balancedness.
+    `interval` counts `interval_unit`s between two decisions; loads are those since the last one. A decision needs at
+    least `min_tokens` counted tokens; a plan is published if it predicts at least `min_gain` more balancedness.
+
+    `RebalancePolicy` decides, as in `evenroute replay --policy rebalancer`. `policy`: auto (a full plan at the start,
+    then shares and few moves), weighted (without the full plan), incremental (few moves, even shares), global or
+    hierarchical (a full plan at every interval). `target`, `max_moves` (of one plan; no full plan is made) and
+    `num_groups` (above 1: groups stay on their node) limit it. A `function`, called as `plan_placement` is, decides in
+    place of the policy.
     """
 
     enabled: bool = True
@@ -137,10 +141,16 @@ class PlannerSettings:
     max_moves: Annotated[int | None, _range(0, 2**31)] = None
     time_limit_s: Seconds = 60.0
     degraded_after: Annotated[int, _range(1, 10**9)] = 3  # intervals without a successful plan
-    function: Annotated[str, Rule(_is_function, "MODULE:FUNCTION")] = DEFAULT_PLANNER  # same signature
+    function: Annotated[str, Rule(_is_function, "MODULE:FUNCTION")] = (
+        ""  # called as `plan_placement` is; "": the policy
+    )
 
     def __post_init__(self) -> None:
         _check_fields("planner", self)
+        full = not self.function and self.policy in ("global", "hierarchical")
+        expected = f"none with planner.policy {self.policy}: a full plan moves what it needs"
+        for name in ("max_moves", "target"):
+            _require("planner", name, getattr(self, name), not full or getattr(self, name) is None, expected)
         low, high = LEAST_S, MOST_S
         if self.interval_unit == "windows":
             whole = float(self.interval).is_integer()

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from evenroute.dist.config import (
-    DEFAULT_PLANNER,
     PlannerSettings,
     RebalancerConfig,
     RebalancerSettings,
@@ -25,7 +24,7 @@ from evenroute.dist.rebalancer.planner import (
 )
 from evenroute.dist.rebalancer.planner_child import PlanRequest
 from evenroute.dist.wire.address import check_bind, parse_address
-from evenroute.dist.wire.keys import KNOWN_KEYS, SERVER_FILE, load_server_keys
+from evenroute.dist.wire.keys import KNOWN_KEYS, ROLES, SERVER_FILE, load_server_keys
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.store.schema import APPLICATION_ID
@@ -44,7 +43,7 @@ def check_host(config: RebalancerConfig, *, try_planner: bool = False) -> list[s
         if not getattr(config.rebalancer, name):
             raise ValueError(f"rebalancer.{name}: '' found, expected a value (--{name})")
     warnings = check_files(config.rebalancer, config.security)
-    if config.planner.enabled and config.planner.function != DEFAULT_PLANNER:
+    if config.planner.enabled and config.planner.function:
         warnings += check_own_planner(config.planner, trial=try_planner)
     return warnings + _odd_settings(config)
 
@@ -65,7 +64,7 @@ def _odd_settings(config: RebalancerConfig) -> list[str]:
         )
     if not planner.enabled and dataclasses.replace(planner, enabled=True) != PlannerSettings():
         found.append("planner.enabled is false: the other planner settings have no effect")
-    if planner.max_moves == 0 and planner.policy in ("global", "hierarchical", "incremental"):
+    if planner.max_moves == 0 and planner.policy == "incremental":
         found.append(f"planner.max_moves is 0: policy {planner.policy} balances by moves alone")
     if config.security.insecure:
         found.append(
@@ -100,7 +99,20 @@ def check_files(settings: RebalancerSettings, security: SecuritySettings) -> lis
         raise ValueError(
             f"rebalancer.metrics_bind: {settings.metrics_bind} is the address of rebalancer.bind too"
         )
-    return _check_keys(Path(security.keys)) if security.keys else []
+    warnings = _check_keys(Path(security.keys)) if security.keys else []
+    store = Path(settings.store)
+    if store.exists() and (mode := stat.S_IMODE(store.stat().st_mode)) & 0o077:
+        warnings.append(
+            f"rebalancer.store: {store} has mode {mode:03o}: other users can read or write what it holds"
+        )
+    if settings.metrics_bind:
+        metrics = parse_address(f"tcp://{settings.metrics_bind}", field="rebalancer.metrics_bind")
+        if not metrics.is_local:
+            warnings.append(
+                f"rebalancer.metrics_bind: {settings.metrics_bind} is not a loopback address: anybody who reaches it "
+                "can read the metrics (model name, loads)"
+            )
+    return warnings
 
 
 def _check_apart(names: dict[str, Path]) -> None:
@@ -160,7 +172,10 @@ def _check_keys(folder: Path) -> list[str]:
     for name, refused, whom in (
         (SERVER_FILE, stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP, "read or written"),
         (KNOWN_KEYS, stat.S_IWOTH | stat.S_IWGRP, "written"),
+        *((f"{role}.toml", stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP, "read or written") for role in ROLES),
     ):
+        if not (folder / name).exists():
+            continue
         mode = stat.S_IMODE((folder / name).stat().st_mode)
         if mode & refused:
             warnings.append(

@@ -19,10 +19,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.config import DEFAULT_PLANNER, PlannerSettings
-from evenroute.dist.rebalancer.planner_child import LENGTH_BYTES, PlanReply, PlanRequest
+from evenroute.dist.config import PlannerSettings
+from evenroute.dist.rebalancer.planner_child import LENGTH_BYTES, DecideRequest, PlanReply, PlanRequest
 from evenroute.dist.wire.placement import pack_placement
 from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.planner.policy import PolicySettings, Question
 
 _CHILD = "evenroute.dist.rebalancer.planner_child"
 _MAX_REPLY_BYTES = 64 * 1024 * 1024
@@ -46,6 +47,22 @@ def plan_request(
     )
 
 
+def decide_request(
+    question: Question, settings: PolicySettings, cycle: int, current: Placement
+) -> DecideRequest:
+    """The policy's question as a request."""
+    return DecideRequest(
+        cycle=cycle,
+        windows=question.expected.windows.astype("<f8").tobytes(),
+        weights=question.expected.weights.astype("<f8").tobytes(),
+        max_moves=question.max_moves,
+        noise=question.noise,
+        full=question.full,
+        settings=settings,
+        current=pack_placement(current),
+    )
+
+
 class PlannerError(RuntimeError):
     """The planner failed; `kind` is exception, timeout, crash or garbage."""
 
@@ -57,7 +74,7 @@ class PlannerError(RuntimeError):
 class PlannerProcess:
     """The parent's side. `request` returns at once; `fileno` gets readable, then `receive` until it returns a reply."""
 
-    def __init__(self, time_limit_s: float, function: str = DEFAULT_PLANNER) -> None:
+    def __init__(self, time_limit_s: float, function: str = "") -> None:
         self._time_limit_s = time_limit_s
         self._function = function
         self._child: subprocess.Popen[bytes] | None = None
@@ -87,7 +104,7 @@ class PlannerProcess:
                 assert pipe is not None
                 os.set_blocking(pipe.fileno(), False)
 
-    def request(self, request: PlanRequest) -> None:
+    def request(self, request: PlanRequest | DecideRequest) -> None:
         """Hand a request to the child; one at a time."""
         assert not self.busy
         self.start()
@@ -201,7 +218,7 @@ class PlannerProcess:
         self._stop()
 
 
-def plan_now(planner: PlannerProcess, request: PlanRequest) -> PlanReply:
+def plan_now(planner: PlannerProcess, request: PlanRequest | DecideRequest) -> PlanReply:
     """Request and wait: for scripts and tests. Raises PlannerError."""
     planner.request(request)
     with selectors.DefaultSelector() as selector:

@@ -20,18 +20,19 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from evenroute.dist.config import DEFAULT_PLANNER
 from evenroute.dist.wire.messages import JobShape, WirePlacement
 from evenroute.dist.wire.placement import pack_placement, unpack_placement
 from evenroute.eplb.loads.balance import Balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.joint import Expected
+from evenroute.eplb.planner.policy import PolicySettings, Question, answer
 
 LENGTH_BYTES = 4
 
 
-class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """What to plan from: loads float64 [L, E], the placement in use, and the planner's settings."""
+class PlanRequest(Struct, frozen=True, tag="plan", forbid_unknown_fields=True):
+    """For a planner of one's own: loads float64 [L, E], the placement in use, and the planner's settings."""
 
     cycle: int
     function: str
@@ -43,16 +44,35 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
     max_moves: int | None
 
 
+class DecideRequest(Struct, frozen=True, tag="decide", forbid_unknown_fields=True):
+    """For the policy: a `Question` (windows float64 [W, L, E], weights [W]), its settings and the placement in use."""
+
+    cycle: int
+    windows: bytes
+    weights: bytes
+    max_moves: int
+    noise: float
+    full: bool
+    settings: PolicySettings
+    current: WirePlacement
+
+
 class PlanReply(Struct, frozen=True, forbid_unknown_fields=True):
-    """A plan, or `error` in one line. Balancedness of the total, None where no layer has load."""
+    """A plan, or `error` in one line; a decision of the policy has an `action`, and no placement for "stay".
+
+    Balancedness is the total, and the mean over layers; None where no layer has load.
+    """
 
     cycle: int
     error: str = ""
+    action: str = ""
     placement: WirePlacement | None = None
     policy: str = ""
     reason: str = ""
     before: float | None = None
     predicted: float | None = None
+    mean_before: float | None = None
+    mean_predicted: float | None = None
     moves: bytes = b""
 
 
@@ -64,6 +84,11 @@ def _read_exactly(stream: IO[bytes], size: int) -> bytes | None:
 def _total(found: object) -> float | None:
     assert isinstance(found, Balancedness)
     return found.total
+
+
+def _current(wire: WirePlacement) -> Placement:
+    sizes = (wire.num_layers, wire.num_logical_experts, wire.num_slots, wire.ep_size, wire.num_nodes)
+    return unpack_placement(wire, JobShape(*sizes))
 
 
 def _arguments(
@@ -90,9 +115,7 @@ def plan(request: PlanRequest) -> PlanReply:
     """Run the planner on one request; its exceptions come back as text."""
     try:
         function = _find(request.function)
-        wire = request.current
-        shape = (wire.num_layers, wire.num_logical_experts, wire.num_slots, wire.ep_size, wire.num_nodes)
-        current = unpack_placement(wire, JobShape(*shape))
+        current = _current(request.current)
         loads: NDArray[np.float64] = (
             np.frombuffer(request.loads, "<f8").reshape(current.num_layers, -1).astype(np.float64)
         )
@@ -111,6 +134,32 @@ def plan(request: PlanRequest) -> PlanReply:
         return PlanReply(
             cycle=request.cycle, error=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         )
+
+
+def decide(request: DecideRequest) -> PlanReply:
+    """Answer the policy's question; exceptions come back as text."""
+    try:
+        current = _current(request.current)
+        weights = np.frombuffer(request.weights, "<f8").copy()
+        windows = np.frombuffer(request.windows, "<f8").reshape(len(weights), current.num_layers, -1).copy()
+        question = Question(Expected(windows, weights), request.max_moves, request.noise, request.full)
+        decision = answer(question, current, request.settings)
+        reply = PlanReply(request.cycle, action=decision.action, reason=decision.reason)
+        if decision.plan is None:
+            return reply
+        plan = decision.plan
+        return msgspec.structs.replace(
+            reply,
+            placement=pack_placement(plan.placement),
+            policy=plan.policy,
+            before=plan.before.total,
+            predicted=plan.predicted.total,
+            mean_before=plan.before.mean,
+            mean_predicted=plan.predicted.mean,
+            moves=np.asarray(plan.moves, "<i8").tobytes(),
+        )
+    except Exception as error:
+        return PlanReply(request.cycle, error=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
 
 
 def _misfit(function: str) -> str | None:
@@ -134,10 +183,11 @@ def _misfit(function: str) -> str | None:
 
 
 def _warm_up(function: str) -> None:
-    """Import the planner; compile the built-in one."""
+    """Import a planner of one's own; compile the built-in ones."""
     try:
-        importlib.import_module(function.partition(":")[0])
-        if function == DEFAULT_PLANNER:
+        if function:
+            importlib.import_module(function.partition(":")[0])
+        if not function or function.startswith("evenroute."):
             importlib.import_module("evenroute.eplb.planner.warm_up").warm_up()
     except Exception as error:  # each request will fail with the same, and be answered with it
         print(f"planner {function}: {error}", file=sys.stderr)
@@ -164,14 +214,16 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a planner prints goes to the log, never into the replies
     requests = sys.stdin.buffer
-    _warm_up(sys.argv[1] if len(sys.argv) > 1 else DEFAULT_PLANNER)
+    _warm_up(sys.argv[1] if len(sys.argv) > 1 else "")
     replies.write(bytes(LENGTH_BYTES))
     replies.flush()
     while (head := _read_exactly(requests, LENGTH_BYTES)) is not None:
         body = _read_exactly(requests, int.from_bytes(head, "little"))
         if body is None:
             return
-        reply = msgspec.msgpack.encode(plan(msgspec.msgpack.decode(body, type=PlanRequest)))
+        request = msgspec.msgpack.decode(body, type=PlanRequest | DecideRequest)
+        found = plan(request) if isinstance(request, PlanRequest) else decide(request)
+        reply = msgspec.msgpack.encode(found)
         replies.write(len(reply).to_bytes(LENGTH_BYTES, "little") + reply)
         replies.flush()
 

@@ -25,6 +25,7 @@ from evenroute.dist.config import RebalancerConfig
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.types import Phase, Timeouts
 from evenroute.dist.rebalancer.control import ControlService
+from evenroute.dist.rebalancer.decisions import policy_settings
 from evenroute.dist.rebalancer.guards import FileWatch, JobGate, JobLock
 from evenroute.dist.rebalancer.host_checks import check_host
 from evenroute.dist.rebalancer.log import LimitedLog, set_up_logging
@@ -72,9 +73,9 @@ class Rebalancer:
 
     def _open(self, now: float) -> None:
         settings, security = self.config.rebalancer, self.config.security
+        Path(settings.store).touch(mode=0o600)  # for this user alone, as the ipc socket
         self._lock.hold_store(_STORE_FIELD, Path(settings.store))
         self._store = HistoryStore(Path(settings.store), background_checkpoint=True)
-        self._lock.hold_store(_STORE_FIELD, Path(settings.store))  # it is there now at the latest
         keys = load_server_keys(Path(security.keys)) if security.keys else None
         self._link = RouterLink(
             self.address,
@@ -94,7 +95,7 @@ class Rebalancer:
             stamp=time.time,
             accept_job=self._accept_job,
         )
-        self.plans = PlanCycle(self.core, self.config.planner, now)
+        self.plans = PlanCycle(self.core, self._store, self.config.planner, now)
         self.recorder = Recorder(self._store)
         self.core.keep_rank_detail = self.recorder.per_rank
         self._in_use = InUseLog(self.core, self._add_event)
@@ -107,7 +108,7 @@ class Rebalancer:
         )
         self._files = FileWatch(self._lock, self._link, self._store, self._log)
         self._control = ControlService(
-            self.core, self.recorder, self._build_status, self._rejected, self._log
+            self.core, self.plans, self.recorder, self._build_status, self._rejected, self._log
         )
         self._lag_s = 0.0
         self._status_at = self._housekeeping_at = now
@@ -116,18 +117,18 @@ class Rebalancer:
         if settings.metrics_bind:
             metrics = parse_address(f"tcp://{settings.metrics_bind}", field="rebalancer.metrics_bind")
             self._metrics = MetricsServer(
-                metrics.host,
+                metrics.host.strip("[]"),
                 metrics.port,
                 lambda: self._last_status,
                 settings.max_rank_silence_s,
             )
 
     def _accept_job(self, job: JobShape) -> str | None:
-        groups, nodes = self.config.planner.num_groups, job.num_nodes
-        if job.num_logical_experts % groups:
-            return f"planner.num_groups {groups} does not divide its {job.num_logical_experts} experts"
-        if self.config.planner.policy == "hierarchical" and groups % nodes:
-            return f"planner.policy hierarchical needs groups ({groups}) that divide over its {nodes} nodes"
+        if not self.config.planner.function:
+            try:
+                policy_settings(self.config.planner, job)
+            except ValueError as error:
+                return str(error)
         return None
 
     # ----------------------------------------------------------------------------------------- loop
@@ -247,6 +248,7 @@ class Rebalancer:
             problems=[*self._files.problems, *self._jobs.problems(now)],
             recorder=self.recorder,
             rank_recordings=self._control.passes.of_ranks(self.recorder.passes()),
+            ended=self._ranks.ended(),
         )
 
     def _add_event(self, kind: str, text: str, stamp: float) -> None:
@@ -314,12 +316,9 @@ class Rebalancer:
     def _release(self) -> None:
         if hasattr(self, "plans"):
             self.plans.close()
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._link is not None:
-            self._link.close()
-        if self._store is not None:
-            self._store.close()
+        for part in (self._metrics, self._link, self._store):
+            if part is not None:
+                part.close()
         if self._wake is not None:
             signal.set_wakeup_fd(-1)
             for side in self._wake:

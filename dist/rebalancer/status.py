@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -51,17 +51,19 @@ class StatusBuilder:
         problems: Sequence[str],
         recorder: Recorder,
         rank_recordings: Mapping[int, RankRecording],
+        ended: Collection[int],
     ) -> RebalancerStatus:
         """The status of this moment."""
         core, plans, planner = self._core, self._plans, self._config.planner
-        ranks = self._ranks(now, rank_recordings)
+        ranks = self._ranks(now, rank_recordings, ended)
         newest = core.newest.key if core.newest is not None else NO_KEY
         live_lowest, live_highest = core.view.live_range() if core.view is not None else (NO_KEY, NO_KEY)
         job = core.job
+        finished = bool(ranks) and all(rank.ended for rank in ranks) and core.phase is Phase.SERVING
         counters = {**asdict(core.counters), **extra_counters}
         return RebalancerStatus(
-            state=core.phase.value,
-            degraded=[*self._degraded(now, ranks), *problems],
+            state="finished" if finished else core.phase.value,
+            degraded=[*self._degraded(now, ranks, finished), *problems],
             pid=os.getpid(),
             uptime_s=now - self._started_at,
             address=address,
@@ -97,10 +99,15 @@ class StatusBuilder:
             recording_per_rank=recorder.per_rank,
             recording_mode=recorder.mode,
             recording_name=recorder.name,
+            paused=plans.paused,
+            last_action=plans.last_action,
+            last_reason=plans.last_reason,
             shared_counts=job is not None and job.shared_counts,
         )
 
-    def _ranks(self, now: float, recordings: Mapping[int, RankRecording]) -> list[RankHealth]:
+    def _ranks(
+        self, now: float, recordings: Mapping[int, RankRecording], ended: Collection[int]
+    ) -> list[RankHealth]:
         core = self._core
         if core.view is None:
             return []
@@ -123,13 +130,14 @@ class StatusBuilder:
                     first_step=None if state is None else state.first_step,
                     last_step=None if state is None else state.last_step,
                     tokens=0 if state is None else state.tokens,
-                    behind=view is None or view.held < newest,
+                    behind=number not in ended and (view is None or view.held < newest),
+                    ended=number in ended,
                     recording=recordings.get(number),
                 )
             )
         return found
 
-    def _degraded(self, now: float, ranks: list[RankHealth]) -> list[str]:
+    def _degraded(self, now: float, ranks: list[RankHealth], finished: bool) -> list[str]:
         core, settings = self._core, self._config.rebalancer
         reasons = []
         if core.phase is Phase.ENDED:
@@ -138,14 +146,21 @@ class StatusBuilder:
         silent = [
             rank.rank
             for rank in ranks
-            if (rank.heard_s_ago is None and not listening)
-            or (rank.heard_s_ago or 0.0) > settings.max_rank_silence_s
+            if not rank.ended
+            and (
+                (rank.heard_s_ago is None and not listening)
+                or (rank.heard_s_ago or 0.0) > settings.max_rank_silence_s
+            )
         ]
         if silent:
             reasons.append(f"not heard for {settings.max_rank_silence_s:g} s: {_ranks_text(silent)}")
-        reasons += self._version_reasons(now, ranks)
-        if self._plans.overdue(now):
-            why = self._plans.last_error or self._plans.waiting_for or "no plan was due in time"
+        if not finished:
+            reasons += self._version_reasons(now, ranks)
+        if self._plans.overdue(now) and not finished:
+            running = (
+                "the plan that runs has not ended" if self._plans.planner.busy else "no plan was due in time"
+            )
+            why = self._plans.last_error or self._plans.waiting_for or running
             intervals = self._config.planner.degraded_after
             reasons.append(f"no successful plan for {intervals} intervals ({why})")
         if core.counters.store_errors > self._store_errors:

@@ -13,7 +13,16 @@ from evenroute.dist.rebalancer.guards import JobGate
 from evenroute.dist.rebalancer.log import LimitedLog
 from evenroute.dist.wire.control import RANK_ROLES
 from evenroute.dist.wire.link import Received, RouterLink
-from evenroute.dist.wire.messages import Down, MessageError, PlacementMessage, RankWindow, decode_up, encode
+from evenroute.dist.wire.messages import (
+    Down,
+    Goodbye,
+    MessageError,
+    PlacementMessage,
+    RankStatus,
+    RankWindow,
+    decode_up,
+    encode,
+)
 
 _WINDOWS_PER_BATCH = 128
 _PLACEMENT_AGAIN_S = 0.9  # not to one peer again before so long
@@ -36,6 +45,7 @@ class RankTraffic:
         max_message_bytes: int,
     ) -> None:
         self.merged = 0
+        self._ended: tuple[int, set[int]] = (0, set())  # run, and its ranks that said goodbye
         self._core = core
         self._link = link
         self._jobs = jobs
@@ -63,8 +73,32 @@ class RankTraffic:
             self._windows.append((received.peer, message))
             if len(self._windows) >= _WINDOWS_PER_BATCH:
                 self.store()
+        elif isinstance(message, Goodbye):
+            self._take_goodbye(received.peer, message)
         elif message is not None and not self._jobs.refuses(message, now):
             self.send(self._guarded(received.peer, message, now))
+            if isinstance(message, RankStatus) and message.run == self._ended[0]:
+                self._ended[1].discard(message.rank)
+
+    def ended(self) -> set[int]:
+        """Ranks of the current run that have said goodbye."""
+        view = self._core.view
+        return self._ended[1] if view is not None and view.run == self._ended[0] else set()
+
+    def _take_goodbye(self, peer: bytes, message: Goodbye) -> None:
+        """Of the current run, and from the peer that speaks for this rank: nobody else can end it."""
+        view = self._core.view
+        if view is None or message.run != view.run:
+            return
+        known = view.ranks.get(message.rank)
+        if known is None or known.peer != peer:
+            self._rejected["content"] += 1
+            return
+        if self._ended[0] != message.run:
+            self._ended = (message.run, set())
+        self._ended[1].add(message.rank)
+        if len(self._ended[1]) == view.job.ep_size:
+            self._log.log(logging.INFO, "run", f"run {view.run:#x} has finished: all ranks said goodbye")
 
     def store_due(self, now: float) -> None:
         """Store the batch if its time is up."""

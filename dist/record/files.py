@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from evenroute.dist.wire.messages import NO_KEY, JobShape, Key
 from evenroute.eplb.dump.format import DumpHeader
 from evenroute.eplb.dump.writer import DumpWriter
-from evenroute.eplb.loads.source import PlacementEvent, Window
+from evenroute.eplb.loads.source import LoadWindow, PlacementEvent
 from evenroute.eplb.placement.placement import Placement, PlacementRow
 from evenroute.eplb.placement.topology import Topology
 
@@ -126,7 +126,7 @@ class DumpFiles:
         size = sum(array.nbytes for array in (ids, token_ids, positions) if array is not None)
         self._write(size, lambda writer: writer.add_tokens(step, self._rank, ids, token_ids, positions))
 
-    def add_window(self, window: Window) -> None:
+    def add_window(self, window: LoadWindow) -> None:
         """Counts ``[L, E]`` of one pass. Raises `FullError`, OSError."""
         self._write(window.counts.nbytes, lambda writer: writer.add_window(window))
 

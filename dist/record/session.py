@@ -23,7 +23,7 @@ from evenroute.dist.record.files import DumpFiles, FullError, RecorderSettings
 from evenroute.dist.wire.messages import Key
 from evenroute.dist.wire.recording import OVER, RankState, RecordOrder, RecordReport
 from evenroute.eplb.dump.format import DumpHeader, narrow
-from evenroute.eplb.loads.source import Window
+from evenroute.eplb.loads.source import LoadWindow
 from evenroute.eplb.placement.placement import PlacementRow
 from evenroute.eplb.placement.topology import Topology
 
@@ -255,7 +255,7 @@ class RecordingSession:
             case _Counts():
                 with self._lock:
                     self._waiting_bytes -= item.counts.nbytes
-                window = Window(item.counts, item.time, item.first_step, item.last_step, item.tokens)
+                window = LoadWindow(item.counts, item.time, item.first_step, item.last_step, item.tokens)
                 self._files.add_window(window)
                 self._note(item.tokens, item.last_step - item.first_step)
             case _Placed():

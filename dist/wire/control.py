@@ -1,6 +1,7 @@
 """What operators and viewers say to the rebalancer, and its answers: the same socket as the ranks', another tag.
 
-Roles: a viewer may ask for the status and read recordings; an operator may also start and stop recordings; a rank may
+Roles: a viewer may ask for the status and read recordings; an operator may also start and stop recordings,
+pause plans and roll back; a rank may
 only report on its recording of passes. On an address without keys every local peer may do all.
 
 Versions: every request carries `CONTROL_PROTOCOL`; one of another version is answered by `Refused`, which no version
@@ -9,7 +10,7 @@ changes, with both numbers.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -61,13 +62,21 @@ class RecordRead(Struct, frozen=True, tag="record-read", forbid_unknown_fields=T
     protocol: int = CONTROL_PROTOCOL
 
 
-Request: TypeAlias = StatusRequest | RecordStart | RecordStop | RecordRead | RecordReport
+class PlansOrder(Struct, frozen=True, tag="plans", forbid_unknown_fields=True):
+    """Stop plans (placements stay), go on with them, or publish the placement before as a new version."""
+
+    what: Literal["pause", "resume", "rollback"]
+    protocol: int = CONTROL_PROTOCOL
+
+
+Request: TypeAlias = StatusRequest | RecordStart | RecordStop | RecordRead | PlansOrder | RecordReport
 
 ALLOWED: dict[type, frozenset[str]] = {
     StatusRequest: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     RecordRead: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     RecordStart: frozenset({LOCAL_ROLE, "operator"}),
     RecordStop: frozenset({LOCAL_ROLE, "operator"}),
+    PlansOrder: frozenset({LOCAL_ROLE, "operator"}),
     RecordReport: frozenset({LOCAL_ROLE, "rank"}),
 }
 RANK_ROLES = frozenset({LOCAL_ROLE, "rank"})
@@ -102,11 +111,16 @@ class RankHealth(Struct, frozen=True, forbid_unknown_fields=True):
     last_step: int | None = None
     tokens: int = 0
     behind: bool = False
+    ended: bool = False  # it has said goodbye
     recording: RankRecording | None = None
 
 
 class RebalancerStatus(Struct, frozen=True, forbid_unknown_fields=True):
-    """The rebalancer's state; times in seconds. `state`: waiting, serving or ended; `degraded`: why, if at all."""
+    """The rebalancer's state; times in seconds. `degraded`: why, if at all.
+
+    `state`: waiting, serving, finished (every rank of the job has said goodbye) or ended. `last_action` (stay, shares,
+    moves, full; of a planner of one's own its policy) and `last_reason` are those of the last decision.
+    """
 
     state: str
     degraded: list[str]
@@ -145,6 +159,9 @@ class RebalancerStatus(Struct, frozen=True, forbid_unknown_fields=True):
     recording_per_rank: bool
     recording_mode: str = ""  # of the recording that runs or can be dumped, "" = none
     recording_name: str = ""
+    paused: bool = False  # an operator has stopped the plans
+    last_action: str = ""
+    last_reason: str = ""
     shared_counts: bool = False  # all ranks see the same tokens: rank 0 counts and records for all
 
     @property

@@ -106,6 +106,13 @@ class Rows(Struct, frozen=True, tag="rows", forbid_unknown_fields=True):
     placement: WirePlacement
 
 
+class Goodbye(Struct, frozen=True, tag="goodbye", forbid_unknown_fields=True):
+    """The rank ends as it should; it sends nothing after this."""
+
+    run: Int62
+    rank: Annotated[int, Meta(ge=0, lt=65536)]
+
+
 class SnapshotRequest(Struct, frozen=True, tag="snapshot?", forbid_unknown_fields=True):
     """Rank 0 of a starting job asks for the newest placement; ``run`` is 0."""
 
@@ -162,7 +169,7 @@ class Snapshot(Struct, frozen=True, tag="snapshot", forbid_unknown_fields=True):
     placement: WirePlacement | None = None
 
 
-Up: TypeAlias = RankStatus | RankWindow | Rows | SnapshotRequest
+Up: TypeAlias = RankStatus | RankWindow | Rows | SnapshotRequest | Goodbye
 Down: TypeAlias = PlacementMessage | Ack | Token | RowsRequest | Snapshot
 _Message = TypeVar("_Message")
 

@@ -14,8 +14,9 @@ from msgspec import Meta, Struct
 
 from evenroute.dist.wire.messages import Count, Int62
 
-CONTROL_PROTOCOL: Final = 2
-"""Version of everything on the control channel; 2 brought recordings of passes. Another version is refused by name."""
+CONTROL_PROTOCOL: Final = 3
+"""Version of everything on the control channel: 2 brought recordings of passes, 3 pause and rollback.
+Another version is refused by name."""
 
 PassMode: TypeAlias = Literal["per_pass", "per_token"]
 RecordMode: TypeAlias = Literal["stat", "per_pass", "per_token"]

@@ -34,15 +34,8 @@ from evenroute.eplb.dump.format import (
     split_payload,
 )
 from evenroute.eplb.dump.partial import Unfinished, unfinished_in
-from evenroute.eplb.loads.source import (
-    Counts,
-    LoadSource,
-    PlacementEvent,
-    Window,
-    check_counts,
-    damaged,
-    reading,
-)
+from evenroute.eplb.loads.decoding import check_counts, damaged, reading
+from evenroute.eplb.loads.source import Counts, LoadSource, LoadWindow, PlacementEvent
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 
@@ -143,7 +136,7 @@ class DumpReader:
             if file.tell() != self._end or seen + 1 != self.totals.num_frames:
                 raise damaged(self.path, f"{seen + 1} frames, expected {self.totals.num_frames}")
 
-    def windows(self) -> Iterator[Window]:
+    def windows(self) -> Iterator[LoadWindow]:
         """Windows in the order written; of a dump that holds ids of tokens only, one window per pass."""
         if not self.totals.num_windows and self.totals.num_token_frames:
             yield from (self._counted(frame) for frame in self.tokens())
@@ -163,7 +156,7 @@ class DumpReader:
             if meta.dtype in ("<i8", "<f8"):  # the unsigned ones can hold nothing odd
                 with reading(self.path):
                     counts = check_counts(stored, f"window of step {meta.first_step}")
-            yield Window(
+            yield LoadWindow(
                 counts,
                 meta.time,
                 meta.first_step,
@@ -173,7 +166,7 @@ class DumpReader:
                 meta.label,
             )
 
-    def _counted(self, frame: TokenFrame) -> Window:
+    def _counted(self, frame: TokenFrame) -> LoadWindow:
         """The counts of one pass, from its ids."""
         layers, experts = self.header.num_layers, self.header.num_logical_experts
         ids = frame.ids.reshape(layers, -1).astype(np.int64)
@@ -182,7 +175,7 @@ class DumpReader:
         keys = (ids + np.arange(layers)[:, None] * experts)[ids >= 0]
         counts = np.bincount(keys, minlength=layers * experts).reshape(layers, experts)
         tokens = int((frame.ids[0] >= 0).any(axis=1).sum()) if layers else 0
-        return Window(counts, first_step=frame.step, last_step=frame.step, tokens=tokens)
+        return LoadWindow(counts, first_step=frame.step, last_step=frame.step, tokens=tokens)
 
     def tokens(self) -> Iterator[TokenFrame]:
         """Token frames in the order written."""

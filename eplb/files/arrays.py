@@ -18,9 +18,7 @@ from numpy.typing import NDArray
 from evenroute.eplb._io import check_input, check_memory, read_input_text
 from evenroute.eplb.files.format import Beginning, Format, one
 from evenroute.eplb.files.safetensors import SafetensorsFile
-from evenroute.eplb.loads.source import (
-    LoadSource,
-    Window,
+from evenroute.eplb.loads.decoding import (
     check_counts,
     damaged,
     phase_of_name,
@@ -28,6 +26,7 @@ from evenroute.eplb.loads.source import (
     single_window_source,
     stacked_source,
 )
+from evenroute.eplb.loads.source import LoadSource, LoadWindow
 
 _PREFERRED = ("logical_count", "loads", "counts")
 
@@ -69,13 +68,13 @@ def _series(path: Path, kind: str, names: list[str], read: Any) -> LoadSource:
     ordered = sorted(names, key=natural_key)
     first = check_counts(read(ordered[0]), ordered[0])
 
-    def open_windows() -> Iterator[Window]:
+    def open_windows() -> Iterator[LoadWindow]:
         for index, name in enumerate(ordered):
             with reading(path):
                 counts = check_counts(read(name), name)
                 if counts.shape != first.shape:
                     raise ValueError(f"{name} has shape {list(counts.shape)}, expected {list(first.shape)}")
-            yield Window(counts, first_step=index, last_step=index, label=name)
+            yield LoadWindow(counts, first_step=index, last_step=index, label=name)
 
     return LoadSource(path, kind, first.shape[0], first.shape[1], open_windows, num_windows=len(ordered))
 

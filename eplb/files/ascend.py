@@ -12,8 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from evenroute.eplb.files.format import Format, Rows
-from evenroute.eplb.loads.source import LoadSource, PlacementMap, check_map, reading
+from evenroute.eplb.files.format import EngineRows, Format
+from evenroute.eplb.loads.decoding import check_map, reading
+from evenroute.eplb.loads.source import LoadSource, PlacementMap
 
 
 def source_from_object(path: Path, data: dict[str, Any]) -> LoadSource:
@@ -61,7 +62,7 @@ def source_from_object(path: Path, data: dict[str, Any]) -> LoadSource:
     )
 
 
-def placement_bytes(placement: Rows) -> bytes:
+def placement_bytes(placement: EngineRows) -> bytes:
     """The JSON vLLM-Ascend reads (MoE layers only)."""
     rows, ep_size = placement.rows, placement.ep_size
     if ep_size is None:

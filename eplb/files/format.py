@@ -38,7 +38,7 @@ class Reading:
     errors: list[str] = field(default_factory=list)
 
 
-class Rows(NamedTuple):
+class EngineRows(NamedTuple):
     """A placement to be written for an engine: rows ``[L, P]``, the model's index of each, and its ranks."""
 
     rows: NDArray[np.int32]
@@ -69,7 +69,7 @@ class Format:
     matches_object: Callable[[Beginning, Any], bool] = lambda _, __: False
     from_object: Callable[[Path, Any], LoadSource] | None = None
     counts_dense: bool = False
-    placement_bytes: Callable[[Rows], bytes] | None = None
+    placement_bytes: Callable[[EngineRows], bytes] | None = None
     write_loads: Callable[[Path, LoadSource, int | None], int] | None = None
 
 

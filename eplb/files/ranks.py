@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from evenroute.eplb.loads.source import Counts, LoadSource, PlacementEvent, Window
+from evenroute.eplb.loads.source import Counts, LoadSource, LoadWindow, PlacementEvent
 
 RankPass = Mapping[int, Counts]  # rank -> counts [L, E] of one pass
 
@@ -82,7 +82,7 @@ def _chained(group: Sequence[LoadSource]) -> LoadSource:
             if not placements or event.step != placements[-1].step:
                 placements.append(event)
 
-    def open_windows() -> Iterator[Window]:
+    def open_windows() -> Iterator[LoadWindow]:
         for source in parts:
             yield from source.windows()
 
@@ -124,7 +124,7 @@ def join_rank_sources(path: Path, sources: Sequence[LoadSource]) -> LoadSource:
     if len(shapes) != 1:
         raise ValueError(f"{path}: ranks differ in (layers, experts): {sorted(shapes)}")
 
-    def passes() -> Iterator[tuple[int, dict[int, Window]]]:
+    def passes() -> Iterator[tuple[int, dict[int, LoadWindow]]]:
         """By step, which is every rank's ascending order."""
         iterators = {int(s.rank or 0): s.windows() for s in sources}
         heads = {rank: next(windows, None) for rank, windows in iterators.items()}
@@ -137,11 +137,11 @@ def join_rank_sources(path: Path, sources: Sequence[LoadSource]) -> LoadSource:
 
     copies = are_copies({r: w.counts for r, w in found.items()} for _, found in passes())
 
-    def open_windows() -> Iterator[Window]:
+    def open_windows() -> Iterator[LoadWindow]:
         for step, found in passes():
             tokens = [window.tokens for window in found.values()]
             known = [count for count in tokens if count is not None]
-            yield Window(
+            yield LoadWindow(
                 merged({rank: window.counts for rank, window in found.items()}, copies),
                 time=max((w.time for w in found.values() if w.time is not None), default=None),
                 first_step=step,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb._io import open_input, write_beside_and_rename
-from evenroute.eplb.loads.source import damaged
+from evenroute.eplb.loads.decoding import damaged
 
 _DTYPES = {
     "F64": "<f8",

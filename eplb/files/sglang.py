@@ -30,18 +30,10 @@ from numpy.typing import NDArray
 
 from evenroute.eplb._checks import as_path
 from evenroute.eplb._io import read_input, write_beside_and_rename
-from evenroute.eplb.files.format import Format, Rows
+from evenroute.eplb.files.format import EngineRows, Format
 from evenroute.eplb.loads.balance import validate_loads
-from evenroute.eplb.loads.source import (
-    Counts,
-    LoadSource,
-    PlacementMap,
-    Window,
-    check_counts,
-    check_map,
-    phase_of_name,
-    reading,
-)
+from evenroute.eplb.loads.decoding import check_counts, check_map, phase_of_name, reading
+from evenroute.eplb.loads.source import Counts, LoadSource, LoadWindow, PlacementMap
 
 STAT_KEYS = {"rank", "logical_count", "average_utilization_rate_over_window"}
 DETAIL_KEYS = {"records", "last_physical_to_logical_map"}
@@ -74,13 +66,13 @@ def _from_logical_count(path: Path, data: dict[str, Any]) -> LoadSource:
         for index, step in enumerate(steps):
             check_counts(step, f"step {index}")
 
-    def open_windows() -> Iterator[Window]:
+    def open_windows() -> Iterator[LoadWindow]:
         for index in range(steps.shape[0]):
             with reading(path):
                 counts = check_counts(steps[index], f"step {index}")
             if counts.any() or steps.shape[0] == 1:
                 number = index if stack.ndim == 3 else None
-                yield Window(counts, first_step=number, last_step=number)
+                yield LoadWindow(counts, first_step=number, last_step=number)
 
     notes = []
     empty = sum(1 for step in steps if not step.any())
@@ -159,14 +151,14 @@ def _from_records(path: Path, data: dict[str, Any]) -> LoadSource:
     top_k = int(np.asarray(records[0]["topk_ids_of_layer"]).shape[2]) if per_token else None
     order = sorted(range(len(records)), key=lambda i: int(records[i]["forward_pass_id"]))
 
-    def open_windows() -> Iterator[Window]:
+    def open_windows() -> Iterator[LoadWindow]:
         for index in order:
             record = records[index]
             with reading(path):
                 counts: Counts = to_logical(_physical_counts(record, *rows.shape), rows, num_experts)
                 step = int(record["forward_pass_id"])
                 tokens = len(record["input_ids"]) if "input_ids" in record else None
-            yield Window(counts, first_step=step, last_step=step, tokens=tokens)
+            yield LoadWindow(counts, first_step=step, last_step=step, tokens=tokens)
 
     rank = ranks.pop()
     return LoadSource(
@@ -234,7 +226,7 @@ def _write_loads(path: Path, source: LoadSource, _: int | None) -> int:
     return number
 
 
-def _placement_bytes(placement: Rows) -> bytes:
+def _placement_bytes(placement: EngineRows) -> bytes:
     return json.dumps({"physical_to_logical_map": placement.rows.tolist()}).encode()
 
 

@@ -22,16 +22,8 @@ from numpy.typing import NDArray
 from evenroute.eplb._io import read_input, read_input_text, write_beside_and_rename
 from evenroute.eplb.files.format import Format, one
 from evenroute.eplb.files.safetensors import SafetensorsFile, write_safetensors
-from evenroute.eplb.loads.source import (
-    LoadSource,
-    PlacementMap,
-    Window,
-    check_counts,
-    check_map,
-    damaged,
-    phase_of_name,
-    reading,
-)
+from evenroute.eplb.loads.decoding import check_counts, check_map, damaged, phase_of_name, reading
+from evenroute.eplb.loads.source import LoadSource, LoadWindow, PlacementMap
 
 META = "meta_info.json"
 YAML_KEYS = {"num_slots", "initial_global_assignments", "layer_updates_per_iter"}
@@ -58,7 +50,7 @@ def read_statistics(folder: Path, errors: list[str] | None = None) -> LoadSource
     row_of_layer = {layer: row for row, layer in enumerate(layers)}
     expected = len(layers) * len(files)
 
-    def open_windows() -> Iterator[Window]:
+    def open_windows() -> Iterator[LoadWindow]:
         for iteration in iterations:
             total = np.zeros((len(layers), num_experts), dtype=np.int64)
             found = 0
@@ -68,7 +60,7 @@ def read_statistics(folder: Path, errors: list[str] | None = None) -> LoadSource
                         total[row_of_layer[layer]] += _counts(file, f"{iteration}_{layer}", num_experts)
                         found += 1
             tokens = int(total.sum()) // (top_k * len(layers))
-            yield Window(
+            yield LoadWindow(
                 total, first_step=iteration, last_step=iteration, tokens=tokens, complete=found == expected
             )
 
@@ -144,7 +136,7 @@ def _counts(file: SafetensorsFile, name: str, num_experts: int) -> NDArray[np.in
 
 
 def write_statistics(
-    folder: Path, windows: Iterator[Window], *, layer_ids: tuple[int, ...], top_k: int
+    folder: Path, windows: Iterator[LoadWindow], *, layer_ids: tuple[int, ...], top_k: int
 ) -> int:
     """Write windows as one rank's statistics (whole counts in `rank0.safetensors`); returns the windows written."""
     tensors: dict[str, NDArray[Any]] = {}
@@ -238,7 +230,7 @@ def write_loads(path: Path, source: LoadSource, top_k: int | None) -> int:
 
 
 def _busy_rows(source: LoadSource) -> list[int]:
-    """Rows with load: TensorRT-LLM lists MoE layers only."""
+    """EngineRows with load: TensorRT-LLM lists MoE layers only."""
     seen = np.zeros(source.num_layers, dtype=bool)
     for window in source.windows():
         seen |= window.counts.any(axis=1)
@@ -247,8 +239,8 @@ def _busy_rows(source: LoadSource) -> list[int]:
     return [int(row) for row in np.flatnonzero(seen)]
 
 
-def _take_rows(window: Window, rows: list[int]) -> Window:
-    return Window(window.counts[rows], window.time, window.first_step, window.last_step, window.tokens)
+def _take_rows(window: LoadWindow, rows: list[int]) -> LoadWindow:
+    return LoadWindow(window.counts[rows], window.time, window.first_step, window.last_step, window.tokens)
 
 
 def _refuse_meta(path: Path, _: Any) -> LoadSource:

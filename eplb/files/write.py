@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb._io import write_beside_and_rename
-from evenroute.eplb.files.format import Format, Rows
+from evenroute.eplb.files.format import EngineRows, Format
 from evenroute.eplb.files.formats import FORMATS
 from evenroute.eplb.loads.source import LoadSource, PlacementMap
 from evenroute.eplb.placement.file import save_placement, update_placement_set
@@ -100,7 +100,7 @@ def write_placement(
     write = FORMAT_OF[target].placement_bytes
     if write is not None:
         rows, ids = place_rows(known, layers, FORMAT_OF[target], includes_dense=includes_dense)
-        write_beside_and_rename(path, write(Rows(rows, ids, ep_size or known.ep_size)))
+        write_beside_and_rename(path, write(EngineRows(rows, ids, ep_size or known.ep_size)))
         return
     placement = own_placement(known, layers, ep_size, num_nodes, includes_dense)
     if key is None:

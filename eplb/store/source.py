@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from evenroute.eplb.loads.source import LoadSource, PlacementEvent, Window, damaged
+from evenroute.eplb.loads.decoding import damaged
+from evenroute.eplb.loads.source import LoadSource, LoadWindow, PlacementEvent
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.store.schema import IN_USE_EVENT, JobRow, PublishedPlacement, decode_in_use
@@ -50,13 +51,13 @@ def read_store(path: Path) -> LoadSource:
     except StoreError as error:
         raise _named(path, error) from None
 
-    def open_windows() -> Iterator[Window]:
+    def open_windows() -> Iterator[LoadWindow]:
         try:
             with StoreReader(path) as again:
                 for row in again.windows():
                     if row.run not in runs:
                         continue
-                    yield Window(
+                    yield LoadWindow(
                         row.counts,
                         time=row.time,
                         first_step=row.first_step,

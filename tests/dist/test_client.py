@@ -15,7 +15,6 @@ from evenroute.dist.rebalancer.process import run_rebalancer
 from evenroute.dist.wire.address import parse_address
 from evenroute.dist.wire.control import RecordRead, RecordStart, StatusRequest
 from evenroute.dist.wire.keys import ClientKeys, ServerKeys, generate_keys, load_client_keys, load_server_keys
-from evenroute.dist.wire.link import DealerLink
 from support.dist_wrong_use import refused
 
 NOBODY = "ipc:///tmp/nobody.sock"
@@ -89,11 +88,6 @@ def asking(request: Any) -> Any:
 )
 def test_requests_that_no_rebalancer_reads_are_not_sent(request_: Any, words: str) -> None:
     refused(words, lambda: asking(request_))
-
-
-@pytest.mark.parametrize("bad", [None, "tcp://127.0.0.1:5", 3])
-def test_links_take_parsed_addresses(bad: Any) -> None:
-    refused("address must be a Address, found", lambda: DealerLink(bad, keys=None, max_message_bytes=1 << 20))
 
 
 # ----------------------------------------------------------------------------------------------- keys

@@ -66,7 +66,7 @@ class Screen:
         if status is None:
             return Text(self.unreachable or "waiting for the first answer", style="yellow")
         parts: list[RenderableType] = [self._head(status), Text(), self._figures(status, width), Text()]
-        used = 15 + len(status.degraded) + DECISIONS
+        used = 15 + len(status.degraded) + DECISIONS + bool(status.last_reason)
         parts += [
             layer_strip(status, width),
             Text(),
@@ -102,6 +102,8 @@ class Screen:
         unit = "s" if status.interval_unit == "seconds" else " windows"
         plan = f"{status.plans_succeeded} made, {sum(status.plan_errors.values())} failed, next in "
         plan += f"{status.until_next_plan:.0f}{unit}"
+        if status.paused:
+            plan = f"paused; {status.plans_succeeded} made, {sum(status.plan_errors.values())} failed"
         if status.plan_seconds is not None:
             plan += f", last took {status.plan_seconds:.2f} s"
         grid.add_row(
@@ -112,6 +114,8 @@ class Screen:
         grid.add_row("version", f"newest {key_text(status.newest)}, in use {live}")
         grid.add_row("held", held_versions(status.ranks))
         grid.add_row("plans", plan)
+        if status.last_reason:
+            grid.add_row("decision", one_line(status.last_reason))
         grid.add_row(
             "windows",
             f"{status.counters.get('windows_stored', 0):,} stored ({self._rates.get('windows_stored', 0.0):.1f}/s), "
@@ -186,7 +190,11 @@ def changes(before: RebalancerStatus, after: RebalancerStatus) -> list[str]:
 
 
 def _silent(status: RebalancerStatus) -> set[int]:
-    return {rank.rank for rank in status.ranks if rank.heard_s_ago is None or rank.heard_s_ago > SILENT_S}
+    return {
+        rank.rank
+        for rank in status.ranks
+        if not rank.ended and (rank.heard_s_ago is None or rank.heard_s_ago > SILENT_S)
+    }
 
 
 def _names(ranks: set[int]) -> str:
@@ -251,6 +259,8 @@ def rank_map(ranks: Sequence[RankHealth], width: int, height: int) -> Renderable
 
 def _mark(rank: RankHealth, newest: int) -> tuple[str, str, int]:
     """Character, style and rank of badness of one rank."""
+    if rank.ended:
+        return ".", "dim", 0
     if rank.heard_s_ago is None:
         return "?", "bold red", 9
     if rank.heard_s_ago > SILENT_S:

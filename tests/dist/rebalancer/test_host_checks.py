@@ -114,7 +114,7 @@ def test_intervals_in_words():
 
 def test_addresses_and_who_can_reach_them():
     for local in (
-        "ipc:///tmp/x",
+        "ipc:///tmp/no-such-evenroute.sock",
         "tcp://127.0.0.1:0",
         "tcp://localhost:1",
         "tcp://[::1]:5",

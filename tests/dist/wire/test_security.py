@@ -18,7 +18,7 @@ from evenroute.dist.wire.control import RecordRead, RecordStart, RecordStop
 from evenroute.dist.wire.keys import ClientKeys, generate_keys, load_client_keys, load_server_keys
 from evenroute.dist.wire.link import DealerLink
 from evenroute.dist.wire.messages import JobShape, RankWindow, SnapshotRequest, encode
-from evenroute.tools.bench.transport import SimulatedJob
+from evenroute.tools.run.simulated_job import SimulatedJob
 from support.control_plane import RebalancerProcess, child_environment, command_start_s, patience, wait_for
 
 JOB = JobShape(3, 8, 12, 4, 1, 2, False, "secure")

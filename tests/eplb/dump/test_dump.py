@@ -19,7 +19,7 @@ from evenroute.eplb.dump.format import MAGIC, DumpHeader, narrow
 from evenroute.eplb.dump.partial import unfinished_of
 from evenroute.eplb.dump.reader import DumpReader, read_dump
 from evenroute.eplb.dump.writer import DumpWriter
-from evenroute.eplb.loads.source import PlacementEvent, Window
+from evenroute.eplb.loads.source import LoadWindow, PlacementEvent
 from evenroute.eplb.placement.placement import Placement, even_shares
 from evenroute.eplb.placement.topology import Topology
 from support.foreign_files import random_counts, random_map
@@ -32,7 +32,7 @@ TOKENS = DumpHeader(num_layers=LAYERS, num_logical_experts=EXPERTS, mode="per_to
 def write(path: Path, counts: np.ndarray, header: DumpHeader = HEADER) -> None:
     with DumpWriter(path, header) as writer:
         for step, window in enumerate(counts):
-            writer.add_window(Window(window, None, step, step))
+            writer.add_window(LoadWindow(window, None, step, step))
 
 
 def counts_of(path: Path) -> np.ndarray:
@@ -54,7 +54,7 @@ class TestContent:
         assert narrow(np.array([[1.5]])).dtype == np.float64
 
     def test_all_that_is_known_of_a_window(self, tmp_path: Path) -> None:
-        window = Window(np.ones((LAYERS, EXPERTS), np.int64), 12.5, 3, 7, 99, False, "warm")
+        window = LoadWindow(np.ones((LAYERS, EXPERTS), np.int64), 12.5, 3, 7, 99, False, "warm")
         with DumpWriter(tmp_path / "d", HEADER) as writer:
             writer.add_window(window)
         (found,) = DumpReader(tmp_path / "d").windows()
@@ -105,7 +105,7 @@ class TestRefusals:
     def test_wrong_shapes_and_modes(self, tmp_path: Path) -> None:
         with DumpWriter(tmp_path / "d", HEADER) as writer:
             with pytest.raises(ValueError, match=r"\[1, 8\]"):
-                writer.add_window(Window(np.ones((1, EXPERTS), np.int64)))
+                writer.add_window(LoadWindow(np.ones((1, EXPERTS), np.int64)))
             with pytest.raises(ValueError, match="per_token"):
                 writer.add_tokens(0, 0, np.zeros((LAYERS, 1, 1), int))
         with DumpWriter(tmp_path / "t", TOKENS) as writer:
@@ -156,7 +156,7 @@ def write_for_ever(target: Path) -> None:
         number += 1
         with DumpWriter(target, DumpHeader(num_layers=2, num_logical_experts=256)) as writer:
             for step in range(number % 7 + 1):
-                writer.add_window(Window(np.full((2, 256), number), None, step, step))
+                writer.add_window(LoadWindow(np.full((2, 256), number), None, step, step))
 
 
 class TestWholeOrNothing:
@@ -166,7 +166,7 @@ class TestWholeOrNothing:
 
         def fail() -> None:
             with DumpWriter(tmp_path / "d", HEADER) as writer:
-                writer.add_window(Window(np.ones((LAYERS, EXPERTS), np.int64)))
+                writer.add_window(LoadWindow(np.ones((LAYERS, EXPERTS), np.int64)))
                 raise RuntimeError
 
         with pytest.raises(RuntimeError):
@@ -240,7 +240,7 @@ class TestWholeOrNothing:
 
     def test_a_living_writers_file_is_left_alone(self, tmp_path: Path) -> None:
         first = DumpWriter(tmp_path / "d", HEADER)
-        first.add_window(Window(np.full((LAYERS, EXPERTS), 1)))
+        first.add_window(LoadWindow(np.full((LAYERS, EXPERTS), 1)))
         assert [found.being_written for found in unfinished_of(tmp_path / "d")] == [True]
         DumpWriter(tmp_path / "d", HEADER, replaces_left=True).close()
         first.close()

@@ -13,7 +13,7 @@ import pytest
 
 from evenroute.eplb.dump.format import DumpHeader
 from evenroute.eplb.dump.writer import DumpWriter
-from evenroute.eplb.loads.source import Window
+from evenroute.eplb.loads.source import LoadWindow
 
 WINDOWS, LAYERS, EXPERTS = 20_000, 58, 256
 LIMIT_BYTES = 400 << 20
@@ -38,7 +38,7 @@ def write_large(path: Path, seed: int) -> np.ndarray:
     with DumpWriter(path, header) as writer:
         for step in range(WINDOWS):
             counts = base[(step * 7 + seed) % 64]
-            writer.add_window(Window(counts, float(step), step, step, tokens=1000))
+            writer.add_window(LoadWindow(counts, float(step), step, step, tokens=1000))
             total += counts
     return total
 
