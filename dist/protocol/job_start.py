@@ -19,7 +19,7 @@ from evenroute.dist.wire.messages import (
     JobShape,
     Key,
     MessageError,
-    Refused,
+    Refusal,
     Snapshot,
     SnapshotRequest,
     Up,
@@ -96,7 +96,7 @@ class JobStartCore:
 
     def receive(self, message: Down) -> None:
         """Take the answer to this request; all else is ignored."""
-        if isinstance(message, Refused) and message.number in (0, self._nonce):
+        if isinstance(message, Refusal) and message.number in (0, self._nonce):
             self.refused = f"refused by the rebalancer: {message.reason}"
         if self._result is not None or not isinstance(message, Snapshot):
             return

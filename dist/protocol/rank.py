@@ -33,7 +33,7 @@ from evenroute.dist.wire.messages import (
     MessageError,
     PlacementMessage,
     RankStatus,
-    Refused,
+    Refusal,
     Rows,
     RowsRequest,
     Token,
@@ -139,7 +139,7 @@ class RankCore:
     def receive(self, message: Down | PreparedPlacement, now: float) -> list[Up]:
         """Take a message of the rebalancer. Returns what to send, in order."""
         plain = message.message if isinstance(message, PreparedPlacement) else message
-        if isinstance(plain, Refused) and plain.run in (0, self.run) and plain.what != "window":
+        if isinstance(plain, Refusal) and plain.run in (0, self.run) and plain.what != "window":
             self._note_refusal(
                 plain
             )  # nothing of the protocol depends on it: also of a rebalancer that is fenced
@@ -155,7 +155,7 @@ class RankCore:
                 self._receive_placement(message if isinstance(message, PreparedPlacement) else plain)
             case Ack():
                 return [*self.stream.acknowledged(plain.seq, now), *self.tick(now)]
-            case Refused():
+            case Refusal():
                 self._note_refusal(plain)
                 if plain.what == "window":
                     return [*self.stream.refused(plain.number, now), *self.tick(now)]
@@ -176,7 +176,7 @@ class RankCore:
             self.fence, self._status_due = message.epoch, True
         return True
 
-    def _note_refusal(self, message: Refused) -> None:
+    def _note_refusal(self, message: Refusal) -> None:
         """Once for each reason, whatever is sent again."""
         known = self.counters.refused_by_rebalancer
         if message.reason not in known:

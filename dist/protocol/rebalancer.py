@@ -32,7 +32,7 @@ from evenroute.dist.wire.messages import (
     JobShape,
     RankStatus,
     RankWindow,
-    Refused,
+    Refusal,
     Rows,
     RowsRequest,
     Snapshot,
@@ -117,8 +117,7 @@ class RebalancerCore:
             return self._end(str(error))
 
     def _receive_status(self, peer: Peer, status: RankStatus, now: float) -> list[Outgoing]:
-        reason = self._implausible(status)
-        if reason is not None:
+        if (reason := self._implausible(status)) is not None:
             return self._refuse(peer, status.run, "status", f"rank {status.rank}: {reason}")
         if self._fenced(status, now):
             return self._end(
@@ -165,9 +164,8 @@ class RebalancerCore:
             self._first_due = True
         elif status is self.view.newest_status and self.view.live_range() == (newest, newest):
             self._published.settled_in_time()
-        version = self.version
         out = self._advance(now)
-        if version == self.version and status.held < newest:
+        if newest == self._published.key and status.held < newest:
             self.counters.placements_resent += 1
             out.append(Outgoing(peer, self._published.message(self.view.run, self.epoch)))
         return out
@@ -187,21 +185,19 @@ class RebalancerCore:
         if (reason := self._accept_job(request.job)) is not None:
             return self._refuse(peer, 0, "snapshot?", f"job refused: {reason}", request.nonce)
         if self.phase is Phase.WAITING:
-            if self.job is None:
-                self.job = request.job
+            self.job = self.job or request.job
             if not self._begin(now):
                 return []
-        newest = self.newest
-        if newest is None or request.job != self.job:
-            return [Outgoing(peer, Snapshot(0, self.epoch, request.nonce))]
-        answer = Snapshot(0, self.epoch, request.nonce, newest.key, newest.digest, self._published.wire)
+        answer, newest = Snapshot(0, self.epoch, request.nonce), self.newest
+        if newest is not None and request.job == self.job:
+            answer = Snapshot(0, self.epoch, request.nonce, newest.key, newest.digest, self._published.wire)
         return [Outgoing(peer, answer)]
 
     def _receive_rows(self, peer: Peer, message: Rows, now: float) -> list[Outgoing]:
         if self.view is None or message.run != self.view.run or self.phase is not Phase.SERVING:
             return []
         if not self.view.speaks_for(peer, message.rank):
-            return []  # of a connection that has shown no identity yet: asked for again
+            return []
         try:
             found = self.view.take_rows(message)
         except ValueError as error:
@@ -246,7 +242,7 @@ class RebalancerCore:
         if self.view is None:
             return []
         if self._first_due:
-            content = self.view.live_placement() if self.newest is None else self.newest.placement
+            content = self.live_placement() if self.newest is None else self.newest.placement
             if content is not None:
                 reason = "the store's newest" if self.newest is not None else "the rows in use"
                 moves = np.zeros(content.num_layers, dtype=np.int64)
@@ -258,8 +254,7 @@ class RebalancerCore:
     def _ask_rows(self, now: float) -> list[Outgoing]:
         assert self.view is not None
         self._rows_asked_at = now
-        peer = self.view.furthest_peer()
-        return [Outgoing(peer, RowsRequest(self.view.run, self.epoch))]
+        return [Outgoing(self.view.furthest_peer(), RowsRequest(self.view.run, self.epoch))]
 
     def _publish(self, placement: Placement, info: PlacementInfo, now: float) -> list[Outgoing]:
         assert self.view is not None
@@ -295,7 +290,7 @@ class RebalancerCore:
         return self.phase is Phase.SERVING and self.live_placement() is not None
 
     def live_placement(self) -> Placement | None:
-        """What the ranks route with, rows of different versions side by side; None while not (fully) known."""
+        """What the ranks route with, layers of different versions side by side; None while not (fully) known."""
         return None if self.view is None else self.view.live_placement()
 
     def loads(self) -> LoadView | None:
@@ -348,7 +343,7 @@ class RebalancerCore:
         """The answer that ends a message which will never be taken."""
         self.counters.messages_rejected += 1
         self.notices.append(Notice(what.rstrip("?"), f"{what} refused: {reason}"))
-        return [Outgoing(peer, Refused(run, self.epoch, what, number, reason[:500]))]
+        return [Outgoing(peer, Refusal(run, self.epoch, what, number, reason[:500]))]
 
     def _store_failed(self, text: str) -> None:
         self.counters.store_errors += 1

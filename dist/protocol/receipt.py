@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from evenroute.dist.protocol.store import ProtocolStore, RankWindowRow, Receipt, StoreError, job_row
 from evenroute.dist.protocol.types import Notice, Outgoing, Peer, RebalancerCounters
 from evenroute.dist.protocol.view import RunView
-from evenroute.dist.wire.messages import Ack, JobShape, MessageError, RankWindow, Refused
+from evenroute.dist.wire.messages import Ack, JobShape, MessageError, RankWindow, Refusal
 from evenroute.dist.wire.received import check_window, counts_above, window_counts
 from evenroute.eplb.store.schema import LARGEST_TOTAL
 
@@ -163,6 +163,8 @@ class WindowReceipt:
                     f"{excess} counts more in a layer than {window.tokens} tokens x top-{view.job.top_k} make"
                 )
                 self._flag(view, window, f"stored with {text}")
+            else:
+                view.ranks[window.rank].trouble = ""
             batch.append(_record(window, view.job))
             senders.append(peer)
         if not batch:
@@ -194,7 +196,7 @@ class WindowReceipt:
         """The rank drops the window at this answer and goes on with the next."""
         self._counters.windows_rejected += 1
         self._flag(view, window, f"refused: {reason}")
-        return Outgoing(peer, Refused(window.run, epoch, "window", window.seq, reason[:500]))
+        return Outgoing(peer, Refusal(window.run, epoch, "window", window.seq, reason[:500]))
 
     def _flag(self, view: RunView, window: RankWindow | RankWindowRow, text: str) -> None:
         view.ranks[window.rank].trouble = f"window {window.seq} {text}"

@@ -19,8 +19,8 @@ from evenroute.eplb.placement.topology import Topology
 class RankView:
     """What one rank last reported; key fields are the highest it reported. ``heard_at``: the driver's clock.
 
-    ``peer``: the connection that showed the rank's ``identity`` last; nobody else speaks for it. ``trouble``: the last
-    thing that was wrong with its windows, "" = nothing yet.
+    ``peer``: the connection that showed the rank's ``identity`` last; nobody else speaks for it. ``trouble``: what was
+    wrong with its last window, "" = nothing.
     """
 
     peer: Hashable

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 PROTOCOL_VERSION: Final = 2
-"""2 brought `Refused`, `Goodbye`, a rank's ``identity`` and bounds on steps. Another version is refused by name."""
+"""2 brought `Refusal`, `Goodbye`, a rank's ``identity`` and bounds on steps. Another version is refused by name."""
 DEFAULT_FRAME_LIMIT: Final = 32 * 1024 * 1024
 """Bytes. The largest frame of kimi-k3 (92 layers, 1,024 slots, 896 experts) has 0.7 MB."""
 
@@ -147,7 +147,7 @@ class Ack(Struct, frozen=True, tag="ack", forbid_unknown_fields=True):
     seq: Int62
 
 
-class Refused(Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
+class Refusal(Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
     """A message will never be taken, and why (one line for people); the sender goes on without it.
 
     ``what``: the tag of the message, "" where it could not be read; ``number``: a window's seq or a request's nonce. No
@@ -189,7 +189,7 @@ class Snapshot(Struct, frozen=True, tag="snapshot", forbid_unknown_fields=True):
 
 
 Up: TypeAlias = RankStatus | RankWindow | Rows | SnapshotRequest | Goodbye
-Down: TypeAlias = PlacementMessage | Ack | Refused | Token | RowsRequest | Snapshot
+Down: TypeAlias = PlacementMessage | Ack | Refusal | Token | RowsRequest | Snapshot
 _Message = TypeVar("_Message")
 
 _encoder = msgspec.msgpack.Encoder()

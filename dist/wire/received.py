@@ -1,6 +1,6 @@
 """What the rebalancer receives: decoded, and checked beyond types; numbers must be plausible for the job.
 
-What is refused here is answered with `Refused` (see `refusal`).
+What is refused here is answered with `Refusal` (see `refusal`).
 """
 
 from typing import Final
@@ -17,7 +17,7 @@ from evenroute.dist.wire.messages import (
     MessageError,
     RankStatus,
     RankWindow,
-    Refused,
+    Refusal,
     Rows,
     SnapshotRequest,
     Up,
@@ -48,14 +48,14 @@ def decode_up(frame: bytes | memoryview, *, limit: int = DEFAULT_FRAME_LIMIT) ->
     return message
 
 
-def refusal(frame: bytes | memoryview, reason: str, *, epoch: int) -> Refused:
+def refusal(frame: bytes | memoryview, reason: str, *, epoch: int) -> Refusal:
     """The answer to a frame that `decode_up` refused: names the message as far as it can be read."""
     try:
         sent = _sent_decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         sent = _Sent()
     run, number = (value if 0 <= value < 2**62 else 0 for value in (sent.run, sent.seq or sent.nonce))
-    return Refused(run, epoch, sent.type[:20], number, reason[:500])
+    return Refusal(run, epoch, sent.type[:20], number, reason[:500])
 
 
 def check_up(message: Up, job: JobShape | None = None) -> None:

@@ -146,11 +146,8 @@ class HistoryStore(EpochStore):
             ranks = list({window.rank for window in windows if window.run == run})
             for start in range(0, len(ranks), _RANKS_A_QUERY):
                 some = ranks[start : start + _RANKS_A_QUERY]
-                values = (
-                    run,
-                    *some,
-                    *[-1] * (_RANKS_A_QUERY - len(some)),
-                )  # one text: one prepared statement
+                # Always as many values: one text, one prepared statement.
+                values = (run, *some, *[-1] * (_RANKS_A_QUERY - len(some)))
                 rows = self._connection.execute(_LAST_SEQS, values)
                 found.update({(run, rank): int(last) for rank, last in rows})
         return found

@@ -11,7 +11,7 @@ import pytest
 
 from evenroute.dist.protocol.rank import RankCore
 from evenroute.dist.protocol.types import Phase
-from evenroute.dist.wire.messages import MessageError, Refused, SnapshotRequest, Up, decode_down, encode
+from evenroute.dist.wire.messages import MessageError, Refusal, SnapshotRequest, Up, decode_down, encode
 from evenroute.dist.wire.received import LARGEST_COUNT, decode_up
 from support.protocol_helpers import JOB, RUN, placement_of, rank_core, replace, status_of, window_of
 from support.protocol_loop import INFO, Loop, running
@@ -128,7 +128,7 @@ def test_a_status_can_not_have_a_version_that_was_never_published() -> None:
     epoch, version = loop.core.newest.key
     status = status_of(loop.ranks[0], held=(epoch, version + 1))
     (item,) = loop.core.receive(0, status, loop.now)
-    assert isinstance(item.message, Refused)
+    assert isinstance(item.message, Refusal)
     assert loop.core.newest.key == (epoch, version)
     assert "never published" in loop.core.notices[-1].text
 

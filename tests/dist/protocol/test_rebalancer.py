@@ -9,7 +9,7 @@ from evenroute.dist.wire.messages import (
     Ack,
     Down,
     PlacementMessage,
-    Refused,
+    Refusal,
     RowsRequest,
     Snapshot,
     SnapshotRequest,
@@ -148,7 +148,7 @@ def test_a_job_that_is_not_accepted_is_neither_started_nor_followed() -> None:
     )
     for message in (SnapshotRequest(run=0, nonce=1, job=JOB), status_of(rank_core(0), token=3)):
         (item,) = core.receive("a", message, 0.0)
-        assert isinstance(item.message, Refused)
+        assert isinstance(item.message, Refusal)
         assert item.message.reason == "job refused: another model"
     assert (core.phase, core.view, core.counters.messages_rejected) == (Phase.WAITING, None, 2)
 
@@ -356,7 +356,7 @@ def test_a_rank_with_another_job_shape_is_rejected_and_named() -> None:
     loop = running()
     status = status_of(loop.ranks[1], job=replace(JOB, top_k=3))
     (item,) = loop.core.receive(1, status, loop.now)
-    assert isinstance(item.message, Refused)
+    assert isinstance(item.message, Refusal)
     assert "job shape" in item.message.reason
     assert loop.core.counters.messages_rejected == 1
     assert "rank 1" in loop.core.notices[-1].text
@@ -411,7 +411,7 @@ def test_windows_of_other_runs_and_impossible_ones_move_no_numbers() -> None:
     assert loop.core.receive(0, window_of(1, run=RUN + 1), loop.now) == []
     for window in (replace(window_of(2), last_step=0), replace(window_of(1), counts=b"\0" * 8)):
         (item,) = loop.core.receive(0, window, loop.now)
-        assert isinstance(item.message, Refused)
+        assert isinstance(item.message, Refusal)
         assert (item.message.what, item.message.number) == ("window", window.seq)
     assert loop.store.windows == []
     assert (loop.core.counters.windows_ignored, loop.core.counters.windows_rejected) == (1, 2)
@@ -453,7 +453,7 @@ def test_only_rank_0_is_expected_where_all_ranks_see_the_same_tokens() -> None:
     loop = running(ranks=[rank_core(0, job), rank_core(1, job)])
     loop.core.receive(0, window_of(1), loop.now)
     (item,) = loop.core.receive(1, window_of(1, rank=1), loop.now)
-    assert isinstance(item.message, Refused)
+    assert isinstance(item.message, Refusal)
     loads = loop.core.loads()
     assert loads is not None
     assert loads.complete

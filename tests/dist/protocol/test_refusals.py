@@ -14,7 +14,7 @@ from evenroute.dist.wire.messages import (
     PROTOCOL_VERSION,
     Ack,
     MessageError,
-    Refused,
+    Refusal,
     RowsRequest,
     Token,
     decode_down,
@@ -39,23 +39,24 @@ def test_a_refused_window_is_answered_once_dropped_and_the_next_one_is_stored() 
     (bad,) = rank.add_counts(0, 3, 8, COUNTS[:, :1], loop.now)  # another job's width
     assert rank.add_counts(4, 7, 4, COUNTS, loop.now) == []  # waits for the first
     out = loop.core.receive(0, bad, loop.now)
-    assert kinds(out) == [(Refused, 1)]
+    assert kinds(out) == [(Refusal, 1)]
+    assert loop.core.view is not None
+    assert "window 1 refused" in loop.core.view.ranks[0].trouble
     loop.send(out)
+    assert loop.core.view.ranks[0].trouble == ""
     assert [window.seq for window in loop.store.windows] == [2]
     assert rank.stream.in_flight is None
     assert (rank.stream.windows_refused, rank.stream.tokens_refused) == (1, 8)
     assert len(rank.notices) == 1
     assert "window.counts" in rank.notices[0]
-    assert loop.core.view is not None
-    assert "window 1 refused" in loop.core.view.ranks[0].trouble
     assert loop.core.counters.windows_missing == 1  # what was refused is not in the store, and said so
 
 
 def test_a_rank_says_a_reason_once_however_often_it_comes() -> None:
     rank = rank_core()
     for number in range(1, 20):
-        rank.receive(Refused(RUN, 0, "status", number, "job refused: another model"), 1.0)
-    rank.receive(Refused(RUN, 0, "status", 1, "something else"), 1.0)
+        rank.receive(Refusal(RUN, 0, "status", number, "job refused: another model"), 1.0)
+    rank.receive(Refusal(RUN, 0, "status", 1, "something else"), 1.0)
     assert len(rank.notices) == 2
 
 
@@ -63,13 +64,13 @@ def test_a_refusal_of_another_window_or_of_a_fenced_rebalancer_drops_nothing() -
     rank = rank_core(epoch=5)
     (window,) = rank.add_counts(0, 3, 8, COUNTS, 0.0)
     for answer in (
-        Refused(RUN, 5, "window", 2, "x"),
-        Refused(RUN, 4, "window", 1, "x"),
-        Refused(1, 5, "window", 1, "x"),
+        Refusal(RUN, 5, "window", 2, "x"),
+        Refusal(RUN, 4, "window", 1, "x"),
+        Refusal(1, 5, "window", 1, "x"),
     ):
         rank.receive(answer, 0.0)
         assert rank.stream.in_flight is window
-    rank.receive(Refused(RUN, 5, "window", 1, "x"), 0.0)
+    rank.receive(Refusal(RUN, 5, "window", 1, "x"), 0.0)
     assert rank.stream.in_flight is None
 
 
@@ -87,7 +88,7 @@ def test_a_bad_window_takes_none_of_its_batch_along() -> None:
     loop = running()
     bad = replace(window_of(1), counts=b"")
     out = loop.core.receive_windows([(0, bad), (1, window_of(1, rank=1)), (0, window_of(2))])
-    assert sorted(kinds(out), key=str) == sorted([(Refused, 1), (Ack, 1), (Ack, 2)], key=str)
+    assert sorted(kinds(out), key=str) == sorted([(Refusal, 1), (Ack, 1), (Ack, 2)], key=str)
 
 
 @pytest.mark.parametrize("error", [OverflowError("Python int too large"), ValueError("another shape")])
@@ -102,7 +103,7 @@ def test_a_window_that_the_store_can_not_take_is_refused_alone(error: Exception)
     bad = window_of(1, last=666)
     for _ in range(2):  # again and again
         out = loop.core.receive_windows([(1, window_of(1, rank=1)), (0, bad)])
-        assert kinds(out) == [(Ack, 1), (Refused, 1)]
+        assert kinds(out) == [(Ack, 1), (Refusal, 1)]
     assert [(window.rank, window.seq) for window in loop.store.windows] == [(1, 1)]
 
 
@@ -137,7 +138,7 @@ def test_windows_rows_and_statuses_of_a_stranger_for_a_rank_change_nothing() -> 
     stranger = rank_core(1)
     assert loop.core.receive("x", window_of(2**20, rank=1, last=2**30), loop.now) == []
     (item,) = loop.core.receive("x", stranger.status(), loop.now)
-    assert isinstance(item.message, Refused)
+    assert isinstance(item.message, Refusal)
     assert "another peer speaks for this rank" in item.message.reason
     assert loop.core.receive("x", window_of(1, rank=1), loop.now) == []
     assert loop.core.receive("x", loop.ranks[1].rows(), loop.now) == []
@@ -165,7 +166,7 @@ def test_a_fence_out_of_reach_neither_ends_a_life_nor_reaches_the_store() -> Non
     for fence in far:
         for run in (RUN, RUN + 1):
             (item,) = loop.core.receive(0, status_of(loop.ranks[0], run=run, fence=fence), loop.now)
-            assert isinstance(item.message, Refused)
+            assert isinstance(item.message, Refusal)
     assert loop.core.phase is Phase.SERVING
     # A life that waits does not count it either.
     waiting = rebalancer(loop.store)
@@ -194,7 +195,7 @@ def test_a_rank_of_another_protocol_version_is_told_both_numbers() -> None:
         decode_up(frame)
     answer = encode(refusal(frame, str(error.value), epoch=3))
     told = decode_down(answer)
-    assert isinstance(told, Refused)
+    assert isinstance(told, Refusal)
     assert (told.run, told.what) == (5, "status")
     expected = f"found protocol {PROTOCOL_VERSION - 1}, expected {PROTOCOL_VERSION}"
     assert expected in told.reason
@@ -208,14 +209,14 @@ def test_a_rank_of_another_protocol_version_is_told_both_numbers() -> None:
 def test_whatever_can_not_be_read_has_an_answer_that_can(frame: bytes) -> None:
     with pytest.raises(MessageError) as error:
         decode_up(frame)
-    assert isinstance(decode_down(encode(refusal(frame, str(error.value) * 20, epoch=0))), Refused)
+    assert isinstance(decode_down(encode(refusal(frame, str(error.value) * 20, epoch=0))), Refusal)
 
 
 def test_a_job_whose_request_is_refused_starts_on_its_own_and_says_why() -> None:
     drawn = iter((111, 222))
     core = JobStartCore(JOB, placement_of(), JobStartConfig(time_limit_s=2.0), lambda bits: next(drawn))
     core.begin(0.0)
-    core.receive(Refused(0, 9, "snapshot?", 222, "job refused: another model"))
+    core.receive(Refusal(0, 9, "snapshot?", 222, "job refused: another model"))
     assert core.result(1.0) is None
     assert core.refused is not None
     assert "another model" in core.refused
@@ -228,6 +229,6 @@ def test_rows_that_do_not_fit_are_refused_with_their_reason() -> None:
     loop = running(ranks=[rank_core(0), rank_core(1)])
     rows = loop.ranks[0].rows()
     (item,) = loop.core.receive(0, replace(rows, placement=replace(rows.placement, num_nodes=2)), loop.now)
-    assert isinstance(item.message, Refused)
+    assert isinstance(item.message, Refusal)
     assert item.message.what == "rows"
     assert not isinstance(item.message, RowsRequest)
