@@ -229,7 +229,9 @@ class Router:
         assert buffers.logical_ids is not None
         source = call.logits if call.given_weights is None else call.given_weights
         chosen = buffers.logical_ids[:, : self.config.top_k].clone()
-        weights = RoutedWeights.apply(source, buffers.weights, chosen, call.given_ids, self.config)
+        weights = RoutedWeights.apply(  # type: ignore[no-untyped-call]
+            source, buffers.weights, chosen, call.given_ids, self.config
+        )
         kept = buffers.logical_ids if "logical_ids" in emit else None
         return replace(buffers, weights=weights, logical_ids=kept, emitted=emit)
 

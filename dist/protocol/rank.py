@@ -122,7 +122,6 @@ class RankCore:
         self.notices: deque[str] = deque(maxlen=100)  # refusals that the driver has not logged yet
         self._start = start
         self._prepare = prepare_with
-        self.notices: deque[str] = deque(maxlen=100)  # refusals that the driver has not logged yet
         self._voted: Version | None = None
         self._vote_posted = False
         self._staged = 0
