@@ -10,7 +10,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from evenroute.eplb._checks import LEAST_S, describe, require_seconds, require_text, shown
+from evenroute.eplb._checks import describe, shown
 
 
 class MissingRanksError(RuntimeError):
@@ -47,12 +47,9 @@ def join_job(*, backend: str, limit_s: float, collective_limit_s: float = 600.0)
     """`init_process_group` from torchrun's environment with a roll call first.
 
     Raises MissingRanksError ("3/4 ranks joined ...") when a rank is not there within `limit_s` seconds, and ValueError
-    for wrong arguments or an environment that is not torchrun's.
+    for a backend that this torch lacks or an environment that is not torchrun's.
     """
-    require_text("backend", backend)
-    require_seconds("limit_s", limit_s, LEAST_S)
-    require_seconds("collective_limit_s", collective_limit_s, LEAST_S)
-    if not backend or not torch_dist.is_backend_available(backend.lower()):
+    if not torch_dist.is_backend_available(backend.lower()):
         raise ValueError(f"backend={shown(backend)} is not one that this torch has")
     world_size = _from_environment("WORLD_SIZE", 1, 1 << 20)
     rank = _from_environment("RANK", 0, world_size - 1)
@@ -111,11 +108,8 @@ def _has(store: Store, key: str) -> bool:
 def new_cpu_group(like: ProcessGroup, *, limit_s: float) -> ProcessGroup:
     """A gloo group of its own over the ranks of `like`, whose collectives fail after `limit_s` seconds.
 
-    Every rank of `like` calls it, in the same order; others need not. Raises ValueError for what is no group of this
-    rank, or no time.
+    Every rank of `like` calls it, in the same order; others need not.
     """
-    require_group("like", like)
-    require_seconds("limit_s", limit_s, LEAST_S)
     group: ProcessGroup | None = torch_dist.new_group(
         ranks=torch_dist.get_process_group_ranks(like),
         backend="gloo",
@@ -127,9 +121,9 @@ def new_cpu_group(like: ProcessGroup, *, limit_s: float) -> ProcessGroup:
 
 
 class RollCall:
-    """Tells after a failed collective who was not there: whoever was signs, the rest is missing.
+    """Finds out after a failed collective which ranks are missing: those that are there sign in the job's store.
 
-    Only used on failure, over the job's key-value store; that store may be gone with its rank.
+    Used on failure only. The store may be gone together with the rank that hosted it.
     """
 
     def __init__(self, *, run: int, rank: int, ep_size: int) -> None:

@@ -1,4 +1,6 @@
-"""Plain torch routing: scores, keys, choice and weights. The production path on CPU, the oracle of the kernels.
+"""Plain torch routing: `route_reference(plan, call, out)`, signature and results of the kernel's launch.
+
+Scores, keys, choice, weights, slots and columns. The production path on CPU, the oracle of the kernels.
 
 The order of choice is that of a stable descending sort: by key, ties to the lowest id; experts whose key is NaN come
 after all others, -inf included; experts of dropped groups never. Everything is fp32, whatever the logits' dtype.
@@ -12,6 +14,15 @@ import torch
 from torch import Tensor
 
 from evenroute.eplb._checks import require_instance, require_int
+from evenroute.routing.dispatch import (
+    deal_tickets,
+    hash_rows,
+    hash_salt,
+    pick_by_hash,
+    pick_by_ticket,
+    spans,
+)
+from evenroute.routing.output import RouteCall, RouterPlan, RoutingOutput
 from evenroute.routing.settings.checks import (
     BIAS_DTYPES,
     MARKER_DTYPES,
@@ -222,3 +233,114 @@ def sort_columns(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     inside = (ids >= 0) & (ids < MAX_EXPERTS)
     order = torch.sort(torch.where(inside, ids, MAX_EXPERTS), dim=1, stable=True).indices
     return ids.gather(1, order), weights.gather(1, order)
+
+
+@torch.no_grad()
+def route_reference(plan: RouterPlan, call: RouteCall, out: RoutingOutput) -> RoutingOutput:
+    """Route one batch into `out`; counts and tickets go on as the kernel's do, but counts are never kept in tickets."""
+    config = plan.config
+    ids, weights = choose(plan, call)
+    weights = finish_weights(weights, config)
+    if config.column_order == "expert_id":
+        ids, weights = sort_columns(ids, weights)
+    valid = (ids >= 0) & (ids < config.num_experts)
+    if call.num_valid_tokens is not None:
+        rows = torch.arange(call.num_tokens, device=ids.device)
+        valid = valid & (rows < call.num_valid_tokens.reshape(()))[:, None]
+    safe = torch.where(valid, ids, 0)
+    slots = dispatch_slots(plan, call, safe, valid)
+    if call.count:
+        counted = torch.bincount(ids[valid], minlength=config.num_experts)
+        plan.counters.counts[call.layer, 0] += counted
+    _store(plan, call, out, safe, slots, weights, valid)
+    return out
+
+
+def choose(plan: RouterPlan, call: RouteCall) -> tuple[Tensor, Tensor]:
+    """Chosen ids [T, K] int64 and their raw weights [T, K] fp32 (not yet renormalised)."""
+    if call.given_ids is not None:
+        assert call.given_weights is not None
+        ids = call.given_ids.long()
+        inside = (ids >= 0) & (ids < plan.config.num_experts)
+        return ids, torch.where(inside, call.given_weights.float().clamp(min=0.0), 0.0)
+    assert call.logits is not None
+    scores = score_experts(call.logits, plan.config, call.bias, call.marked_bias, call.token_marker)
+    if call.expert_ids_by_token is not None:
+        assert call.token_ids is not None
+        tokens = call.token_ids.long()
+        known = (tokens >= 0) & (tokens < call.expert_ids_by_token.shape[0])
+        ids = call.expert_ids_by_token[torch.where(known, tokens, 0)].long()
+        ids = torch.where(known[:, None], ids, -1)
+    else:
+        ids = select_experts(scores.keys, plan.config)
+    return ids, gather_scores(scores, ids)
+
+
+def dispatch_slots(plan: RouterPlan, call: RouteCall, safe: Tensor, valid: Tensor) -> Tensor:
+    """Slot of every (token, expert) `[T, K]`; entries with `valid` false are arbitrary but in range."""
+    tables, layer = plan.tables, call.layer
+    if plan.mode.pick == "slot":
+        return tables.static_slot[layer].long()[safe]
+    if plan.mode.pick == "ticket":
+        assert plan.counters.tickets is not None
+        words = plan.counters.tickets[layer, 0, :, 0]
+        tickets = deal_tickets(safe, valid, words)
+        replica = pick_by_ticket(tables, layer, safe, tickets, plan.mode.weighted)
+    else:
+        rows = torch.arange(call.num_tokens, device=safe.device) + call.row_offset
+        salt = hash_salt(plan.mode, tables.ep_rank, int(plan.seed))
+        replica = pick_by_hash(tables, layer, safe, hash_rows(rows[:, None], safe, salt), plan.mode.weighted)
+    offset, _, _ = spans(tables, layer, safe)
+    return tables.replica_slot[layer].long()[offset + replica]
+
+
+def _store(
+    plan: RouterPlan,
+    call: RouteCall,
+    out: RoutingOutput,
+    ids: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    valid: Tensor,
+) -> None:
+    config, tables = plan.config, plan.tables
+    shared, local_slots, per_rank = config.num_shared_experts, tables.num_local_slots, plan.slots_per_rank
+    shared_range = torch.arange(shared, device=ids.device)
+    if config.shared_mode == "global":
+        shared_ids = tables.num_slots + shared_range
+    else:
+        slots = slots + slots // local_slots * shared
+        shared_ids = tables.ep_rank * per_rank + local_slots + shared_range
+    live = torch.ones((call.num_tokens, shared), dtype=torch.bool, device=ids.device)
+    if call.num_valid_tokens is not None:
+        rows = torch.arange(call.num_tokens, device=ids.device)[:, None]
+        live = live & (rows < call.num_valid_tokens.reshape(()))
+    valid = torch.cat((valid, live), dim=1)
+    columns = call.num_tokens, shared
+    physical = torch.cat((slots, shared_ids.expand(columns)), dim=1)
+    physical = torch.where(valid, physical, -1)
+    full = torch.full(columns, config.shared_weight, device=ids.device)
+    weights = torch.where(valid, torch.cat((weights, full), dim=1), 0.0)
+    if "weights" in plan.emit:
+        out.weights.copy_(weights)
+    if "physical_ids" in plan.emit:
+        out.physical_ids.copy_(physical)
+    if "logical_ids" in plan.emit:
+        assert out.logical_ids is not None
+        logical = torch.cat((ids, (config.num_experts + shared_range).expand(columns)), dim=1)
+        out.logical_ids.copy_(torch.where(valid, logical, -1))
+    if "local_ids" in plan.emit:
+        assert out.local_ids is not None
+        local = physical - tables.ep_rank * per_rank
+        here = valid & (local >= 0) & (local < per_rank)
+        if config.shared_mode == "global":
+            # Every rank computes the shared experts of its own tokens, after its last slot.
+            local[:, config.top_k :] = local_slots + shared_range
+            here[:, config.top_k :] = valid[:, config.top_k :]
+        out.local_ids.copy_(torch.where(here, local, -1))
+    if "packed_ids" in plan.emit:
+        assert out.packed_ids is not None
+        out.packed_ids.copy_((physical << 16) | bf16_bits(weights))
+    if "slot_histogram" in plan.emit:
+        assert out.slot_histogram is not None
+        out.slot_histogram.copy_(torch.bincount(physical[physical >= 0], minlength=plan.num_buckets))

@@ -12,18 +12,19 @@ from torch import Tensor
 from evenroute.eplb._checks import describe, require_bool, require_choice, require_instance, require_int
 from evenroute.routing.call_checks import check_call, num_rows, require_logits
 from evenroute.routing.counters import ExpertCounters
-from evenroute.routing.dispatch import resolve_dispatch, waterfill_columns
 from evenroute.routing.output import (
     DEFAULT_EMIT,
     OUTPUT_NAMES,
     RouteCall,
-    RouteForm,
+    RouterPlan,
     RoutingOutput,
     allocate_output,
 )
-from evenroute.routing.route_reference import route_reference
+from evenroute.routing.reference import route_reference
 from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.settings.modes import find_mode
 from evenroute.routing.tables.tables import DispatchTables
+from evenroute.routing.waterfill import waterfill_columns
 
 BACKENDS = ("auto", "reference", "triton", "interpret")
 
@@ -74,7 +75,7 @@ class Router:
                 f"custom_routing_function must be callable, found {describe(custom_routing_function)}"
             )
         emit = _checked_emit(emit, config)
-        self.dispatch, form = resolve_dispatch(dispatch, deal, tokens)
+        mode = find_mode(dispatch, deal, tokens)
         if tables.num_logical_experts != config.num_experts:
             raise ValueError(
                 f"config.num_experts={config.num_experts}, the tables hold {tables.num_logical_experts} experts"
@@ -93,9 +94,9 @@ class Router:
                 f"shared_mode={config.shared_mode!r} with tokens='shared': every rank would add the shared experts; "
                 "allowed: global"
             )
-        if form == "exact":
+        if mode.pick == "ticket":
             counters.enable_tickets()
-            if self.dispatch == "weighted":
+            if mode.weighted:
                 tables.enable_sequences()
         if backend == "auto":
             backend = "triton" if tables.device.type == "cuda" else "reference"
@@ -106,26 +107,26 @@ class Router:
         with torch.inference_mode(False):  # made under it, the seed could not be set outside
             seed = torch.zeros(1, dtype=torch.int32, device=tables.device)
         self.config, self.tables, self.counters = config, tables, counters
-        self.tokens, self.backend, self.pdl = tokens, backend, pdl
+        self.dispatch, self.tokens, self.backend, self.pdl = mode.dispatch, tokens, backend, pdl
         self.custom_routing_function = custom_routing_function
-        self.form = RouteForm(config, tables, counters, form, self.dispatch == "weighted", emit, seed)
+        self.plan = RouterPlan(config, tables, counters, mode, emit, seed)
         if "slot_histogram" in emit and backend != "reference":
             with torch.inference_mode(False):
-                scratch = torch.zeros(1 + self.form.num_buckets, dtype=torch.int32, device=tables.device)
-            self.form = replace(self.form, scratch=scratch)
-        if "packed_ids" in emit and self.form.num_buckets > 1 << 15:
-            raise ValueError(f"packed_ids hold 15 bits of slot, this placement has {self.form.num_buckets}")
+                scratch = torch.zeros(1 + self.plan.num_buckets, dtype=torch.int32, device=tables.device)
+            self.plan = replace(self.plan, scratch=scratch)
+        if "packed_ids" in emit and self.plan.num_buckets > 1 << 15:
+            raise ValueError(f"packed_ids hold 15 bits of slot, this placement has {self.plan.num_buckets}")
 
     def set_seed(self, seed: int) -> None:
         """Seed of the hash deal, read on the device by every later launch (captured ones too)."""
         require_int("seed", seed, -(1 << 63), (1 << 63) - 1)
-        self.form.seed.fill_(seed & 0x7FFFFFFF)
+        self.plan.seed.fill_(seed & 0x7FFFFFFF)
 
     def allocate(self, num_tokens: int) -> RoutingOutput:
         """Output buffers to pass as ``out``: captured steps then allocate nothing."""
         require_int("num_tokens", num_tokens, 0)
         with torch.inference_mode(False):  # made under it, they could not be written outside
-            return allocate_output(self.form, num_tokens, self.tables.device)
+            return allocate_output(self.plan, num_tokens, self.tables.device)
 
     def __call__(
         self,
@@ -182,17 +183,17 @@ class Router:
             row_offset,
             count,
         )
-        check_call(self.form, call, waterfill_target, out)
+        check_call(self.plan, call, waterfill_target, out)
         if out is None:
-            out = allocate_output(self.form, call.num_tokens, self.tables.device)
+            out = allocate_output(self.plan, call.num_tokens, self.tables.device)
         if self.backend == "reference":
-            route_reference(self.form, call, out)
+            route_reference(self.plan, call, out)
         else:
             from evenroute.routing.launch import route_kernel
 
-            route_kernel(self.form, call, out, pdl=self.pdl)
+            route_kernel(self.plan, call, out, pdl=self.pdl)
         if self.config.shared_mode == "waterfill" and self.config.num_shared_experts:
-            waterfill_columns(self.form, call, out, waterfill_target)
+            waterfill_columns(self.plan, call, out, waterfill_target)
         return out
 
     def _custom_choice(self, logits: Any, weights: Any, table: Any) -> tuple[Tensor, Tensor]:
@@ -202,7 +203,7 @@ class Router:
                 raise ValueError(f"{name}: the custom_routing_function chooses and weighs; expected None")
         if logits is None:
             raise ValueError("logits=None: custom_routing_function needs them")
-        require_logits(self.form, logits)
+        require_logits(self.plan, logits)
         found = self.custom_routing_function(logits, self.config.top_k, self.config.renormalize)
         pair = isinstance(found, tuple | list) and len(found) == 2
         if not pair or not all(isinstance(part, Tensor) for part in found):

@@ -23,9 +23,8 @@ from evenroute.dist.wire.messages import (
     SnapshotRequest,
     Up,
     WirePlacement,
-    pack_placement,
-    unpack_placement,
 )
+from evenroute.dist.wire.placement import pack_placement, unpack_placement
 from evenroute.eplb.placement.placement import Placement
 
 
@@ -36,12 +35,6 @@ class JobStartConfig:
     time_limit_s: float = 10.0
     resend_s: float = 0.5
     required: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.resend_s <= self.time_limit_s:
-            raise ValueError(
-                f"resend_s={self.resend_s}: must be above 0 and at most time_limit_s={self.time_limit_s}"
-            )
 
 
 class StartedJob(Struct, frozen=True, forbid_unknown_fields=True):

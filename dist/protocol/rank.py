@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.protocol.agreement import Action, AgreedState, Key, Version, vote_vector
+from evenroute.dist.protocol.agreement import Action, AgreedState, Version, vote_vector
 from evenroute.dist.protocol.job_start import StartedJob
 from evenroute.dist.protocol.stream import RankStream, Unsent
 from evenroute.dist.wire.messages import (
@@ -27,16 +27,16 @@ from evenroute.dist.wire.messages import (
     Ack,
     Down,
     JobShape,
+    Key,
     MessageError,
     PlacementMessage,
+    RankStatus,
     Rows,
     RowsRequest,
-    Status,
     Token,
     Up,
-    pack_rows,
-    unpack_placement,
 )
+from evenroute.dist.wire.placement import pack_rows, unpack_placement
 from evenroute.eplb.placement.placement import Placement
 
 
@@ -51,14 +51,6 @@ class RankConfig:
     num_buffers: int = 2
     heartbeat_s: float = 1.0
     resend_s: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("agree_every", "num_buffers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("heartbeat_s", "resend_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +96,6 @@ class RankCore:
         prepare_with: Callable[[PlacementMessage, JobShape], PreparedPlacement] = prepare_placement,
         start: Version | None = None,
     ) -> None:
-        if not 0 <= rank < started.job.ep_size:
-            raise ValueError(f"rank={rank}: must lie in 0..{started.job.ep_size - 1}")
         start = started.version() if start is None else start
         self.run = started.run
         self.rank = rank
@@ -222,11 +212,11 @@ class RankCore:
         """Counts not known to be stored, for the closing log line."""
         return self.stream.unsent()
 
-    def status(self) -> Status:
+    def status(self) -> RankStatus:
         """The status message of this moment."""
         state = self.state
         keys, digests = self._live()
-        return Status(
+        return RankStatus(
             run=self.run,
             rank=self.rank,
             job=self.job,

@@ -8,12 +8,13 @@ supervisor may start a new life). A peer is whatever the driver addresses a conn
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import ParamSpec
 
 import numpy as np
 
-from evenroute.dist.protocol.agreement import Key, Version
-from evenroute.dist.protocol.load_view import LoadView
-from evenroute.dist.protocol.receipt import WindowReceipt
+from evenroute.dist.protocol.agreement import Version
+from evenroute.dist.protocol.publication import Publication, fits
+from evenroute.dist.protocol.receipt import LoadView, WindowReceipt
 from evenroute.dist.protocol.store import ProtocolStore, StaleEpochError, StoreError
 from evenroute.dist.protocol.types import (
     EPOCH_RANDOM_BITS,
@@ -22,37 +23,25 @@ from evenroute.dist.protocol.types import (
     Peer,
     Phase,
     PlacementInfo,
-    RebalancerConfig,
     RebalancerCounters,
+    Timeouts,
 )
 from evenroute.dist.protocol.view import RunView
 from evenroute.dist.wire.messages import (
-    NO_KEY,
     Goodbye,
     JobShape,
-    PlacementMessage,
+    RankStatus,
+    RankWindow,
     Rows,
     RowsRequest,
     Snapshot,
     SnapshotRequest,
-    Status,
     Token,
     Up,
-    Window,
-    pack_placement,
 )
 from evenroute.eplb.placement.placement import Placement
 
-__all__ = [
-    "Notice",
-    "Outgoing",
-    "Peer",
-    "Phase",
-    "PlacementInfo",
-    "RebalancerConfig",
-    "RebalancerCore",
-    "RebalancerCounters",
-]
+_Arguments = ParamSpec("_Arguments")
 
 
 class RebalancerCore:
@@ -66,7 +55,7 @@ class RebalancerCore:
     def __init__(
         self,
         store: ProtocolStore,
-        config: RebalancerConfig,
+        config: Timeouts,
         *,
         random_bits: Callable[[int], int],
         stamp: Callable[[], float],
@@ -76,23 +65,19 @@ class RebalancerCore:
         self.phase = Phase.WAITING
         self.ended: str | None = None
         self.epoch = 0
-        self.version = 0
-        self.newest: Version | None = None
         self.job: JobShape | None = None
         self.view: RunView | None = None
         self.counters = RebalancerCounters()
         self.notices: deque[Notice] = deque(maxlen=1000)
         self.keep_rank_detail = False
         self._store = store
+        self._published = Publication(store, config)
         self._random_bits = random_bits
         self._stamp = stamp
         self._accept_job = accept_job
-        self._token = self._draw_token()
-        self._newest_message: PlacementMessage | None = None
+        self._token = random_bits(62) or 1
         self._highest_fence = 0
         self._first_due = False
-        self._published_at = 0.0
-        self._timeout = config.publish_timeout_s
         self._rows_asked_at = float("-inf")
         self.windows = WindowReceipt(store, self.counters, self.notices)
 
@@ -100,42 +85,38 @@ class RebalancerCore:
 
     def receive(self, peer: Peer, message: Up, now: float) -> list[Outgoing]:
         """Take one message. Returns what to send, in order."""
-        if self.phase is Phase.ENDED:
-            return []
-        try:
-            match message:
-                case Status():
-                    return self._receive_status(peer, message, now)
-                case Window():
-                    return self._receive_windows([(peer, message)])
-                case Rows():
-                    return self._receive_rows(message, now)
-                case SnapshotRequest():
-                    return self._receive_snapshot_request(peer, message, now)
-                case Goodbye():
-                    return []  # the driver's: nothing of the protocol depends on it
-        except StaleEpochError as error:
-            return self._end(str(error))
+        match message:
+            case RankStatus():
+                return self._guarded(self._receive_status, peer, message, now)
+            case RankWindow():
+                return self.receive_windows([(peer, message)])
+            case Rows():
+                return self._guarded(self._receive_rows, message, now)
+            case SnapshotRequest():
+                return self._guarded(self._receive_snapshot_request, peer, message, now)
+            case Goodbye():
+                return []  # the driver's: nothing of the protocol depends on it
 
-    def receive_windows(self, windows: Sequence[tuple[Peer, Window]]) -> list[Outgoing]:
+    def receive_windows(self, windows: Sequence[tuple[Peer, RankWindow]]) -> list[Outgoing]:
         """Take many windows in one store transaction (acknowledged when it is committed)."""
-        if self.phase is Phase.ENDED:
-            return []
-        try:
-            return self._receive_windows(windows)
-        except StaleEpochError as error:
-            return self._end(str(error))
+        return self._guarded(self._receive_windows, windows)
 
     def tick(self, now: float) -> list[Outgoing]:
         """What is due by time or was held back."""
-        if self.phase is not Phase.SERVING:
+        return self._guarded(self._advance, now) if self.phase is Phase.SERVING else []
+
+    def _guarded(
+        self, act: Callable[_Arguments, list[Outgoing]], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> list[Outgoing]:
+        """``act``, unless this life is over; it ends when the store has a later epoch."""
+        if self.phase is Phase.ENDED:
             return []
         try:
-            return self._advance(now)
+            return act(*args, **kwargs)
         except StaleEpochError as error:
             return self._end(str(error))
 
-    def _receive_status(self, peer: Peer, status: Status, now: float) -> list[Outgoing]:
+    def _receive_status(self, peer: Peer, status: RankStatus, now: float) -> list[Outgoing]:
         self._highest_fence = max(self._highest_fence, status.fence)
         if self._fenced(status):
             return self._end(
@@ -163,38 +144,34 @@ class RebalancerCore:
                 return []
             self._first_due = True
             return self._advance(now)
-        if status.fence > self.epoch:
-            return self._end(
-                f"rank {status.rank} is led by epoch {status.fence}, above this one's {self.epoch}"
-            )
         return self._answer_status(peer, status, now)
 
-    def _fenced(self, status: Status) -> bool:
+    def _fenced(self, status: RankStatus) -> bool:
         # Of any run: an epoch below a rank's fence can't reach that rank any more, not even with a token.
         return self.phase is Phase.SERVING and status.fence > self.epoch
 
-    def _answer_status(self, peer: Peer, status: Status, now: float) -> list[Outgoing]:
+    def _answer_status(self, peer: Peer, status: RankStatus, now: float) -> list[Outgoing]:
         assert self.view is not None
-        newest = self._newest_key()
+        newest = self._published.key
         if max(status.held, self.view.key_range(status)[1]) > newest:
             self._first_due = True
         elif status is self.view.newest_status and self.view.live_range() == (newest, newest):
-            self._timeout = self.config.publish_timeout_s
+            self._published.settled_in_time()
         version = self.version
         out = self._advance(now)
-        if version == self.version and self._newest_message is not None and status.held < newest:
+        if version == self.version and status.held < newest:
             self.counters.placements_resent += 1
-            out.append(Outgoing(peer, self._newest_for_run(self._newest_message)))
+            out.append(Outgoing(peer, self._published.message(self.view.run, self.epoch)))
         return out
 
-    def _adopt(self, status: Status) -> bool:
+    def _adopt(self, status: RankStatus) -> bool:
         if not self._job_accepted(status.job):
             return False
-        self._token = self._draw_token()
+        self._token = self._random_bits(62) or 1
         self.view = RunView(status.run, status.job, self._store)
         self.windows.begin_run(status.job)
         self._first_due = False
-        self._note("run", f"the current run is {status.run:#x}, {status.job.ep_size} ranks")
+        self.notices.append(Notice("run", f"the current run is {status.run:#x}, {status.job.ep_size} ranks"))
         if self.job != status.job:
             self.job = status.job
             if self.phase is Phase.SERVING:
@@ -215,10 +192,10 @@ class RebalancerCore:
                 self.job = request.job
             if not self._begin(now):
                 return []
-        newest, message = self.newest, self._newest_message
-        if newest is None or message is None or request.job != self.job:
+        newest = self.newest
+        if newest is None or request.job != self.job:
             return [Outgoing(peer, Snapshot(0, self.epoch, request.nonce))]
-        answer = Snapshot(0, self.epoch, request.nonce, newest.key, newest.digest, message.placement)
+        answer = Snapshot(0, self.epoch, request.nonce, newest.key, newest.digest, self._published.wire)
         return [Outgoing(peer, answer)]
 
     def _receive_rows(self, message: Rows, now: float) -> list[Outgoing]:
@@ -236,7 +213,7 @@ class RebalancerCore:
                 self._store_failed(f"live row not kept: {error}")
         return self._advance(now)
 
-    def _receive_windows(self, windows: Sequence[tuple[Peer, Window]]) -> list[Outgoing]:
+    def _receive_windows(self, windows: Sequence[tuple[Peer, RankWindow]]) -> list[Outgoing]:
         if self.phase is not Phase.SERVING or self.view is None:
             self.counters.windows_ignored += len(windows)
             return []
@@ -259,42 +236,9 @@ class RebalancerCore:
         except ValueError as error:
             self._end(f"another rebalancer began meanwhile: {error}")
             return False
-        self.epoch, self.phase, self._published_at = epoch, Phase.SERVING, now
+        self.epoch, self.phase, self._published.at = epoch, Phase.SERVING, now
         self._take_newest_of_store()
         return True
-
-    def _take_newest_of_store(self) -> None:
-        """Newest = the store's, under the key it has there, if it fits the job."""
-        self.newest = self._newest_message = None
-        try:
-            stored = self._store.newest_placement()
-        except StoreError as error:
-            self._store_failed(f"placements not readable: {error}")
-            return
-        if stored is not None and self.job is not None and fits(stored.placement, self.job):
-            self._set_newest(Version.of((stored.epoch, stored.version), stored.placement))
-
-    def _set_newest(self, version: Version) -> None:
-        self.newest = version
-        self._newest_message = PlacementMessage(
-            run=0 if self.view is None else self.view.run,
-            epoch=self.epoch,
-            key=version.key,
-            digest=version.digest,
-            placement=pack_placement(version.placement),
-        )
-
-    def _newest_for_run(self, message: PlacementMessage) -> PlacementMessage:
-        assert self.view is not None
-        if message.run != self.view.run:
-            message = PlacementMessage(
-                self.view.run, self.epoch, message.key, message.digest, message.placement
-            )
-            self._newest_message = message
-        return message
-
-    def _newest_key(self) -> Key:
-        return NO_KEY if self.newest is None else self.newest.key
 
     def _advance(self, now: float) -> list[Outgoing]:
         """Ask for rows that are missing; publish the life's first when it is due and known."""
@@ -313,37 +257,37 @@ class RebalancerCore:
     def _ask_rows(self, now: float) -> list[Outgoing]:
         assert self.view is not None
         self._rows_asked_at = now
-        newest_vote = max(rank.vote for rank in self.view.ranks.values())
-        # One rank is enough; of those that are furthest the one heard last is the likeliest to be there.
-        furthest = [rank for rank in self.view.ranks.values() if rank.vote == newest_vote]
-        peer = max(furthest, key=lambda rank: rank.heard_at).peer
+        peer = self.view.furthest_peer()
         return [Outgoing(peer, RowsRequest(self.view.run, self.epoch))]
 
     def _publish(self, placement: Placement, info: PlacementInfo, now: float) -> list[Outgoing]:
         assert self.view is not None
         try:
-            self._store.add_placement(
-                placement,
-                epoch=self.epoch,
-                version=self.version + 1,
-                now=self._stamp(),
-                moves=info.moves,
-                policy=info.policy,
-                reason=info.reason,
-                balancedness_before=info.balancedness_before,
-                balancedness_predicted=info.balancedness_predicted,
-            )
+            message = self._published.publish(placement, info, self.epoch, self.view.run, self._stamp(), now)
         except StoreError as error:
             self._store_failed(f"version {self.version + 1} not kept, so not published: {error}")
             return []
-        self.version += 1
-        self._first_due, self._published_at = False, now
-        self._set_newest(Version.of((self.epoch, self.version), placement))
+        self._first_due = False
         self.counters.placements_published += 1
-        assert self._newest_message is not None
-        return [Outgoing(rank.peer, self._newest_message) for rank in self.view.ranks.values()]
+        return [Outgoing(rank.peer, message) for rank in self.view.ranks.values()]
+
+    def _take_newest_of_store(self) -> None:
+        try:
+            self._published.take_stored(self.job)
+        except StoreError as error:
+            self._store_failed(f"placements not readable: {error}")
 
     # ------------------------------------------------------------------- for the planner and driver
+
+    @property
+    def newest(self) -> Version | None:
+        """The newest version, of this life or of the store; None before there is one."""
+        return self._published.newest
+
+    @property
+    def version(self) -> int:
+        """The last version of this life; 0 before its first."""
+        return self._published.version
 
     def has_view(self) -> bool:
         """Whether a current run, its live rows and their contents are known."""
@@ -364,27 +308,17 @@ class RebalancerCore:
 
     def settled(self) -> bool:
         """Whether the newest version is live in all layers, or never will be (failed, conflict, refused)."""
-        if self.view is None or self.view.newest_status is None:
-            return False
-        newest = self._newest_key()
-        return self.view.live_range() == (newest, newest) or self.view.given_up() >= newest
+        return self.view is not None and self.view.settled(self._published.key)
 
     def ranks_behind(self) -> tuple[int, ...]:
-        """Ranks that have not told that they hold the newest version: they keep all others from switching to it."""
-        if self.view is None:
-            return ()
-        newest = self._newest_key()
-        return tuple(
-            rank
-            for rank in range(self.view.job.ep_size)
-            if rank not in self.view.ranks or self.view.ranks[rank].held < newest
-        )
+        """Ranks that have not reported that they hold the newest version: they keep all others from switching to it."""
+        return () if self.view is None else self.view.ranks_below(self._published.key)
 
     def may_publish(self, now: float) -> bool:
         """Whether a next version is allowed now."""
         if not self.has_view() or self._first_due:
             return False
-        return self.newest is None or self.settled() or now - self._published_at >= self._timeout
+        return self.newest is None or self.settled() or self._published.overdue(now)
 
     def publish(self, placement: Placement, info: PlacementInfo, now: float) -> list[Outgoing]:
         """Keep the next version, then send it to each rank. Empty if it can't be kept (counted) or the life ended.
@@ -397,12 +331,9 @@ class RebalancerCore:
         if not fits(placement, self.view.job):
             raise ValueError("publish: the placement does not fit the job")
         late = self.newest is not None and not self.settled()
-        try:
-            out = self._publish(placement, info, now)
-        except StaleEpochError as error:
-            return self._end(str(error))
+        out = self._guarded(self._publish, placement, info, now)
         if out and late:
-            self._timeout = min(2 * self._timeout, self.config.max_publish_timeout_s)
+            self._published.late()
         return out
 
     # -------------------------------------------------------------------------------------- notices
@@ -414,24 +345,8 @@ class RebalancerCore:
 
     def _reject(self, kind: str, text: str) -> None:
         self.counters.messages_rejected += 1
-        self._note(kind, text)
+        self.notices.append(Notice(kind, text))
 
     def _store_failed(self, text: str) -> None:
         self.counters.store_errors += 1
         self.notices.append(Notice("store", text))
-
-    def _note(self, kind: str, text: str) -> None:
-        self.notices.append(Notice(kind, text))
-
-    def _draw_token(self) -> int:
-        return self._random_bits(62) or 1
-
-
-def fits(placement: Placement, job: JobShape) -> bool:
-    """Whether a placement has the job's sizes."""
-    topology = placement.topology
-    found = (placement.num_layers, placement.num_logical_experts, placement.num_slots)
-    return (*found, topology.ep_size, topology.num_nodes) == (
-        *(job.num_layers, job.num_logical_experts, job.num_slots),
-        *(job.ep_size, job.num_nodes),
-    )

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from evenroute.dist.wire.messages import JobShape
 from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.store.schema import JobRow, PlacementRow, RankWindow, StaleEpochError, StoreError
+from evenroute.eplb.store.schema import JobRow, PublishedPlacement, RankWindowRow, StaleEpochError, StoreError
 from evenroute.eplb.store.writer import Receipt
 
 __all__ = [
     "JobRow",
-    "PlacementRow",
     "ProtocolStore",
-    "RankWindow",
+    "PublishedPlacement",
+    "RankWindowRow",
     "Receipt",
     "StaleEpochError",
     "StoreError",
@@ -41,7 +41,7 @@ class ProtocolStore(Protocol):
 
     def add_windows(
         self,
-        windows: Sequence[RankWindow],
+        windows: Sequence[RankWindowRow],
         *,
         epoch: int,
         now: float,
@@ -65,7 +65,7 @@ class ProtocolStore(Protocol):
     ) -> None:
         """Keep a placement under its key, and its rows under their digests."""
 
-    def newest_placement(self) -> PlacementRow | None:
+    def newest_placement(self) -> PublishedPlacement | None:
         """The placement with the highest key."""
 
     def keep_row(

@@ -31,7 +31,7 @@ class Outgoing:
 
 
 @dataclass(frozen=True)
-class RebalancerConfig:
+class Timeouts:
     """``publish_timeout_s``: how long a version may stay unfinished before a newer one may follow; doubles each time
     that was needed, up to ``max_publish_timeout_s``. ``pid`` is noted with the epoch."""
 
@@ -39,11 +39,6 @@ class RebalancerConfig:
     max_publish_timeout_s: float = 3600.0
     rows_resend_s: float = 1.0
     pid: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("publish_timeout_s", "max_publish_timeout_s", "rows_resend_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,13 +12,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Protocol
 
 import numpy as np
-import torch
 import torch.distributed as torch_dist
 from numpy.typing import NDArray
 from torch import Tensor
@@ -26,34 +23,27 @@ from torch.distributed import ProcessGroup
 
 from evenroute.dist.config import AgentConfig
 from evenroute.dist.groups import RollCall, new_cpu_group
-from evenroute.dist.protocol.agreement import Key
 from evenroute.dist.protocol.job_start import StartedJob
 from evenroute.dist.protocol.rank import PreparedPlacement, RankConfig, RankCore, prepare_placement
 from evenroute.dist.protocol.stream import Unsent
-from evenroute.dist.rank.agent_checks import MAX_STEP_TOKENS, check_start, check_step
 from evenroute.dist.rank.counts import Counters, CountTaker
-from evenroute.dist.rank.start import agree_on_start, connect, job_shape
+from evenroute.dist.rank.start import Tables, agree_on_start, check_start, connect, job_shape
 from evenroute.dist.rank.switch import SwitchDriver
 from evenroute.dist.rank.thread import AgentThread
 from evenroute.dist.rank.votes import VoteError, VoteThread
-from evenroute.dist.record.files import check_folder
-from evenroute.dist.record.recorder import PassRecorder, PassSession, RecorderSettings
-from evenroute.dist.record.tap import PassArena, PassTap, RoutedIds
-from evenroute.dist.weights.mover import LayerMover, TablesOnly, TableUpdater
+from evenroute.dist.record.session import RecordingSession
+from evenroute.dist.record.tap import RecordingTap, RoutedIds, make_recorder
+from evenroute.dist.weights.mover import LayerMover, TablesOnly
 from evenroute.dist.wire.link import DealerLink
-from evenroute.dist.wire.messages import JobShape, PlacementMessage
-from evenroute.eplb._checks import require_seconds
+from evenroute.dist.wire.messages import JobShape, Key, PlacementMessage
+from evenroute.eplb._checks import require_bool, require_int, require_seconds
 from evenroute.eplb.placement.placement import Placement
 
 __all__ = ["AgentConfig", "RankAgent", "StepResult", "VoteError"]
 
 logger = logging.getLogger("evenroute.dist.agent")
 
-
-class Tables(TableUpdater, Protocol):
-    """The part of `routing.tables.DispatchTables` that the agent needs."""
-
-    def prepare(self, placement: Placement) -> None: ...
+MAX_STEP_TOKENS = (1 << 31) - 1  # rows of one step on one rank
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -117,13 +107,13 @@ class RankAgent:
             self._lock,
             link,
             silence_limit_s=config.silence_limit_s,
-            recorder=lambda wake: _recorder(
+            recorder=lambda wake: make_recorder(
                 config, started.run, self.rank, started.job, counters.device, wake
             ),
         )
         self._recorder = self._thread.recorder
-        self._tap = PassTap(started.job, counters.device)
-        self._rows_changed = False  # since a recording was last told the live rows
+        self._tap = RecordingTap(started.job, counters.device)
+        self._rows_changed = False  # since the live rows last went to a recording
         self._takes = CountTaker(
             counters,
             self._thread.hand_over,
@@ -140,7 +130,7 @@ class RankAgent:
             on_switch=self._thread.wake,  # the status of the change goes out at once
         )
         self._step = 0
-        self._closed: bool | None = None  # what `close` told
+        self._closed: bool | None = None  # what `close` returned
 
     # ---------------------------------------------------------------------------------------- start
 
@@ -158,9 +148,9 @@ class RankAgent:
         """Start a job; every rank of `ep_group` (CPU/gloo, in EP rank order) calls it with the same arguments.
 
         Rank 0 asks the rebalancer for its newest placement (up to `start_limit_s`; without an answer the job starts
-        with `placement`, or ends if a rebalancer is required) and tells all; tables, and weights if there is a
+        with `placement`, or ends if a rebalancer is required) and broadcasts it; tables, and weights if there is a
         `mover`, hold the agreed one when this returns. Raises TimeoutError or RuntimeError naming operation and limit;
-        ValueError for arguments that are of another kind or do not fit each other, before anything is sent.
+        ValueError for arguments of another kind or that do not fit each other, before anything is sent.
         """
         rank = check_start(config, placement, tables, counters, ep_group, mover)
         job = job_shape(config, placement)
@@ -205,7 +195,8 @@ class RankAgent:
         """
         # The usual case costs a few tests.
         if type(num_tokens) is not int or not 0 <= num_tokens <= MAX_STEP_TOKENS or type(count) is not bool:
-            check_step(num_tokens, count)
+            require_int("num_tokens", num_tokens, 0, MAX_STEP_TOKENS)
+            require_bool("count", count)
         if self._closed is not None:
             raise RuntimeError("RankAgent.step: the agent is closed")
         step = self._step
@@ -225,7 +216,7 @@ class RankAgent:
         self._step = step + 1
         return StepResult(step, self._switches.key, self._switches.layer_keys, switched, count)
 
-    def _begin_pass(self, session: PassSession, step: int, num_tokens: int) -> None:
+    def _begin_pass(self, session: RecordingSession, step: int, num_tokens: int) -> None:
         state, changed = self._core.state, self._rows_changed
         if session.order.mode == "per_token":
             if self._takes.counting:
@@ -238,12 +229,11 @@ class RankAgent:
             session.placed(step, list(state.live_rows), list(state.live_keys))
 
     def record(self, layer: int, routed: RoutedIds | Tensor) -> None:
-        """Tell what a layer was routed to, for recordings of mode per_token; next to nothing without one.
+        """Hand over what a layer was routed to, for recordings of mode per_token; costs one test without one.
 
         routed    the router's output, or logical ids [T, K] of the rows that `step` announced (further rows are
                   padding); several calls a layer and step append. Under CUDA graphs call it after the replay, with the
-                  captured outputs. Never raises and never waits: what cannot be recorded is told by
-                  `evenroute status`.
+                  captured outputs. Never raises and never waits; `evenroute status` shows what could not be recorded.
         """
         if self._tap.open:
             self._tap.add(layer, routed)
@@ -300,7 +290,8 @@ class RankAgent:
     def close(self, limit_s: float | None = None) -> bool:
         """Send what is counted, wait up to `limit_s` (default `close_limit_s`) for its receipt, end the threads.
 
-        True if all of it is known to be stored. Harmless when repeated. Raises ValueError for a limit that is none.
+        True if all of it is known to be stored. A further call returns the same and does nothing. Raises ValueError for
+        a limit that is no time.
         """
         if limit_s is not None:
             require_seconds("limit_s", limit_s)
@@ -344,6 +335,10 @@ class RankAgent:
             )
         return self._thread.close(max(0.0, deadline - time.monotonic())) and taken
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed is not None else f"step {self._step}"
+        return f"<RankAgent rank {self.rank}, run {self.run:x}, {state}, placement {self.key or 'switching'}>"
+
     def __enter__(self) -> RankAgent:
         return self
 
@@ -351,25 +346,3 @@ class RankAgent:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _recorder(
-    config: AgentConfig,
-    run: int,
-    rank: int,
-    job: JobShape,
-    device: torch.device,
-    wake: Callable[[], None],
-) -> PassRecorder:
-    if device.type == "cuda" and device.index is None:  # of this thread; the recorder's has another
-        device = torch.device("cuda", torch.cuda.current_device())
-    settings = RecorderSettings(
-        run=run,
-        rank=rank,
-        job=job,
-        folder=check_folder(config.record_dir) if config.record_dir else None,
-        buffer_bytes=config.record_buffer_bytes,
-        part_bytes=config.record_part_bytes,
-        max_bytes=config.record_max_bytes,
-    )
-    return PassRecorder(settings, lambda size: PassArena(size, device), wake)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from evenroute.dist.rank.thread import Take
-from evenroute.dist.record.recorder import PassSession
+from evenroute.dist.record.session import RecordingSession
 
 _NUM_BUFFERS = 3  # takes under way at once; with none free, counts stay on the device until the next take
 
@@ -79,7 +79,7 @@ class CountTaker:
         self._tokens = 0
         self.first_step = 0
         self.counting = True
-        self.session: PassSession | None = None
+        self.session: RecordingSession | None = None
         self.skipped = 0
 
     def before_step(self, step: int, *, count: bool, per_pass: bool) -> None:
@@ -103,7 +103,7 @@ class CountTaker:
             self._take(step, count=True)
         return step <= self.first_step or not (self.counting and self._reports)
 
-    def record_with(self, session: PassSession, step: int) -> bool:
+    def record_with(self, session: RecordingSession, step: int) -> bool:
         """Make each take from `step` on a pass of `session`; True if that begins just now.
 
         Not yet while the device holds counts of earlier steps: a take that was put off.

@@ -1,4 +1,4 @@
-"""The start of a job on its ranks: rank 0 asks the rebalancer, decides, and tells all. Drives `job_start`'s core."""
+"""The start of a job on its ranks: check the arguments, then rank 0 asks the rebalancer, decides and broadcasts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from evenroute.dist.config import AgentConfig
+from evenroute.dist.groups import require_group
 from evenroute.dist.protocol.job_start import (
     JobStartConfig,
     JobStartCore,
@@ -21,6 +23,8 @@ from evenroute.dist.protocol.job_start import (
     decode_started,
     encode_started,
 )
+from evenroute.dist.record.files import check_folder
+from evenroute.dist.weights.mover import TableUpdater
 from evenroute.dist.wire.address import parse_address
 from evenroute.dist.wire.keys import load_client_keys
 from evenroute.dist.wire.link import DealerLink
@@ -33,9 +37,60 @@ from evenroute.dist.wire.messages import (
     decode_down,
     encode,
 )
+from evenroute.eplb._checks import describe, require_at_least, require_instance, require_parts
 from evenroute.eplb.placement.placement import Placement
 
 logger = logging.getLogger("evenroute.dist.agent")
+
+_TABLES = ("update_layer", "load", "prepare")
+_COUNTED = ("num_layers", "num_logical_experts")
+_MOVER = ("load", "open_layer", "advance", "staged", "error", "commit_layer", "discard", "in_flight")
+
+
+class Tables(TableUpdater, Protocol):
+    """The part of `routing.tables.DispatchTables` that the agent needs."""
+
+    def prepare(self, placement: Placement) -> None: ...
+
+
+def check_start(config: Any, placement: Any, tables: Any, counters: Any, ep_group: Any, mover: Any) -> int:
+    """This rank's number in `ep_group`; ValueError for what `RankAgent.start` cannot work with."""
+    require_instance("config", config, AgentConfig)
+    require_instance("placement", placement, Placement)
+    rank, ep_size = require_group("ep_group", ep_group)
+    if ep_size != placement.topology.ep_size:
+        raise ValueError(
+            f"ep_group: {ep_size} ranks found, the placement is for {placement.topology.ep_size}"
+        )
+    require_parts("tables", tables, "DispatchTables", _TABLES)
+    wanted = {
+        "num_layers": placement.num_layers,
+        "num_logical_experts": placement.num_logical_experts,
+        "num_slots": placement.num_slots,
+        "topology": placement.topology,
+    }
+    # Tables of an engine's own may lack these attributes.
+    _fits("tables", tables, {name: value for name, value in wanted.items() if hasattr(tables, name)})
+    found = getattr(tables, "ep_rank", rank)
+    if found != rank:
+        raise ValueError(f"tables.ep_rank: {describe(found)} found, this is rank {rank} of ep_group")
+    require_parts("counters", counters, "ExpertCounters", ("take",), (*_COUNTED, "device"))
+    _fits("counters", counters, {name: wanted[name] for name in _COUNTED})
+    require_instance("counters.device", counters.device, torch.device)
+    if mover is not None:
+        require_parts("mover", mover, "LayerMover", _MOVER, ("num_buffers",))
+        require_at_least("mover.num_buffers", mover.num_buffers, 1)
+    if config.record_dir:
+        check_folder(config.record_dir)
+    return rank
+
+
+def _fits(name: str, value: Any, wanted: dict[str, Any]) -> None:
+    for field, expected in wanted.items():
+        found = getattr(value, field)
+        if found != expected:
+            shown = found if isinstance(found, type(expected)) else describe(found)
+            raise ValueError(f"{name}.{field}: {shown} found, the placement has {expected}")
 
 
 def job_shape(config: AgentConfig, placement: Placement) -> JobShape:
@@ -69,7 +124,7 @@ def agree_on_start(
     group: ProcessGroup,
     link: DealerLink | None,
 ) -> StartedJob:
-    """Rank 0 decides, all hear it; an error of rank 0 is everybody's error."""
+    """Rank 0 decides and broadcasts; if it fails, every rank raises."""
     data: bytes | None = None
     failure: Exception | None = None
     if rank == 0:

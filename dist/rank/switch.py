@@ -9,10 +9,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.protocol.agreement import Action, Commit, Discard, Key, Open
+from evenroute.dist.protocol.agreement import Action, Commit, Discard, Open
 from evenroute.dist.protocol.rank import RankCore
 from evenroute.dist.rank.votes import VoteThread
 from evenroute.dist.weights.mover import LayerMover
+from evenroute.dist.wire.messages import Key
 from evenroute.eplb.placement.placement import Placement
 
 logger = logging.getLogger("evenroute.dist.agent")

@@ -19,7 +19,8 @@ import zmq
 from numpy.typing import NDArray
 
 from evenroute.dist.protocol.rank import RankCore
-from evenroute.dist.record.recorder import PassRecorder, PassSession
+from evenroute.dist.record.recorder import RankRecorder
+from evenroute.dist.record.session import RecordingSession
 from evenroute.dist.wire.control import decode_order, encode_control
 from evenroute.dist.wire.link import CONTROL_TAG, DealerLink
 from evenroute.dist.wire.messages import MessageError, Up, decode_down, encode
@@ -57,7 +58,7 @@ class Take:
     buffer: CountBuffer
     release: Callable[[Any], None]
     ends_window: bool = True
-    session: PassSession | None = None
+    session: RecordingSession | None = None
 
 
 @dataclass
@@ -80,7 +81,7 @@ class AgentThread:
         link: DealerLink | None,
         *,
         silence_limit_s: float,
-        recorder: Callable[[Callable[[], None]], PassRecorder],
+        recorder: Callable[[Callable[[], None]], RankRecorder],
     ) -> None:
         self.core = core
         self.recorder = recorder(self.wake)

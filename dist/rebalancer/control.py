@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from evenroute.dist.protocol.rebalancer import Phase, RebalancerCore
+from evenroute.dist.protocol.rebalancer import RebalancerCore
+from evenroute.dist.protocol.types import Phase
 from evenroute.dist.rebalancer.log import LimitedLog
 from evenroute.dist.rebalancer.plan_cycle import PlanCycle
 from evenroute.dist.rebalancer.record_orders import PassOrders

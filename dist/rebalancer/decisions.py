@@ -19,8 +19,9 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from evenroute.dist.config import PlannerSettings
-from evenroute.dist.protocol.rebalancer import fits
-from evenroute.dist.wire.messages import JobShape, WirePlacement, pack_placement, unpack_placement
+from evenroute.dist.protocol.publication import fits
+from evenroute.dist.wire.messages import JobShape, WirePlacement
+from evenroute.dist.wire.placement import pack_placement, unpack_placement
 from evenroute.eplb.loads.balance import placement_balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology

@@ -21,7 +21,7 @@ from pathlib import Path
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.rebalancer.log import LimitedLog
 from evenroute.dist.wire.link import RouterLink
-from evenroute.dist.wire.messages import JobShape, Status
+from evenroute.dist.wire.messages import JobShape, RankStatus
 from evenroute.eplb.store.writer import HistoryStore
 
 LIVE_S = 3.5  # a rank that was heard so lately is alive: three heartbeats
@@ -269,7 +269,7 @@ class JobGate:
     def refuses(self, message: object, now: float) -> bool:
         """Whether to drop this message of a rank (counted)."""
         view = self._core.view
-        if not isinstance(message, Status) or view is None:
+        if not isinstance(message, RankStatus) or view is None:
             return False
         if view.run != self._run:
             self._run, self._since, self._looked_at = view.run, now, float("-inf")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from evenroute.dist.config import PlannerSettings
-from evenroute.dist.protocol.load_view import LoadView
+from evenroute.dist.protocol.receipt import LoadView
 
 _LEAST_COVERAGE = 0.5  # steps that all ranks cover over steps that any covers; below, wait for those behind
 

@@ -15,13 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.dist.config import PlannerSettings
-from evenroute.dist.protocol.load_view import LoadView
-from evenroute.dist.protocol.rebalancer import Outgoing, PlacementInfo, RebalancerCore
+from evenroute.dist.protocol.rebalancer import RebalancerCore
+from evenroute.dist.protocol.receipt import LoadView
+from evenroute.dist.protocol.types import Outgoing, PlacementInfo
 from evenroute.dist.rebalancer.decisions import LivePolicy, earlier_placements, keep_start
 from evenroute.dist.rebalancer.intervals import lacking, most_windows, whole_windows
 from evenroute.dist.rebalancer.planner import PlannerError, PlannerProcess, decide_request, plan_request
 from evenroute.dist.rebalancer.planner_child import DecideRequest, PlanReply, PlanRequest
-from evenroute.dist.wire.messages import JobShape, unpack_placement
+from evenroute.dist.wire.messages import JobShape
+from evenroute.dist.wire.placement import unpack_placement
 from evenroute.eplb.loads.balance import balancedness, rank_loads
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.store.writer import HistoryStore

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from evenroute.dist.config import PlannerSettings
 from evenroute.dist.rebalancer.planner_child import LENGTH_BYTES, DecideRequest, PlanReply, PlanRequest
-from evenroute.dist.wire.messages import pack_placement
+from evenroute.dist.wire.placement import pack_placement
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.planner.policy import PolicySettings, Question
 

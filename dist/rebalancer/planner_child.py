@@ -20,7 +20,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from evenroute.dist.wire.messages import JobShape, WirePlacement, pack_placement, unpack_placement
+from evenroute.dist.wire.messages import JobShape, WirePlacement
+from evenroute.dist.wire.placement import pack_placement, unpack_placement
 from evenroute.eplb.loads.balance import Balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology

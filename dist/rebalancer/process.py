@@ -22,8 +22,8 @@ import msgspec
 import zmq
 
 from evenroute.dist.config import RebalancerConfig
-from evenroute.dist.protocol.rebalancer import Phase, RebalancerCore
-from evenroute.dist.protocol.rebalancer import RebalancerConfig as CoreConfig
+from evenroute.dist.protocol.rebalancer import RebalancerCore
+from evenroute.dist.protocol.types import Phase, Timeouts
 from evenroute.dist.rebalancer.control import ControlService
 from evenroute.dist.rebalancer.decisions import policy_settings
 from evenroute.dist.rebalancer.guards import FileWatch, JobGate, JobLock
@@ -83,14 +83,14 @@ class Rebalancer:
             keys=keys,
             max_message_bytes=settings.max_message_bytes,
         )
-        core_config = CoreConfig(
+        timeouts = Timeouts(
             publish_timeout_s=settings.version_limit_s,
             max_publish_timeout_s=max(3600.0, settings.version_limit_s),
             pid=os.getpid(),
         )
         self.core = RebalancerCore(
             self._store,
-            core_config,
+            timeouts,
             random_bits=secrets.randbits,
             stamp=time.time,
             accept_job=self._accept_job,

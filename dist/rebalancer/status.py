@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from evenroute.dist.config import RebalancerConfig
-from evenroute.dist.protocol.rebalancer import Phase, RebalancerCore
+from evenroute.dist.protocol.rebalancer import RebalancerCore
+from evenroute.dist.protocol.types import Phase
 from evenroute.dist.rebalancer.plan_cycle import PlanCycle
 from evenroute.dist.rebalancer.recording import Recorder
 from evenroute.dist.wire.control import RankHealth, RankRecording, RebalancerStatus

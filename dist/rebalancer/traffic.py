@@ -7,7 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from evenroute.dist.protocol.rebalancer import Outgoing, RebalancerCore
+from evenroute.dist.protocol.rebalancer import RebalancerCore
+from evenroute.dist.protocol.types import Outgoing
 from evenroute.dist.rebalancer.guards import JobGate
 from evenroute.dist.rebalancer.log import LimitedLog
 from evenroute.dist.wire.control import RANK_ROLES
@@ -17,8 +18,8 @@ from evenroute.dist.wire.messages import (
     Goodbye,
     MessageError,
     PlacementMessage,
-    Status,
-    Window,
+    RankStatus,
+    RankWindow,
     decode_up,
     encode,
 )
@@ -51,7 +52,7 @@ class RankTraffic:
         self._rejected = rejected
         self._log = log
         self._max_message_bytes = max_message_bytes
-        self._windows: list[tuple[bytes, Window]] = []
+        self._windows: list[tuple[bytes, RankWindow]] = []
         self._batch_at = 0.0
         self._merged_run = self._shortest = 0
         self._encoded: tuple[Down | None, bytes] = (None, b"")
@@ -65,7 +66,7 @@ class RankTraffic:
     def take(self, received: Received, now: float) -> None:
         """One frame of a rank: a window joins the batch, anything else is answered at once."""
         message = self._decode(received)
-        if isinstance(message, Window):
+        if isinstance(message, RankWindow):
             self._note_merged(message)
             if not self._windows:
                 self._batch_at = now + _BATCH_S
@@ -76,7 +77,7 @@ class RankTraffic:
             self._take_goodbye(received.peer, message)
         elif message is not None and not self._jobs.refuses(message, now):
             self.send(self._guarded(received.peer, message, now))
-            if isinstance(message, Status) and message.run == self._ended[0]:
+            if isinstance(message, RankStatus) and message.run == self._ended[0]:
                 self._ended[1].discard(message.rank)
 
     def ended(self) -> set[int]:
@@ -110,7 +111,7 @@ class RankTraffic:
             windows, self._windows = self._windows, []
             self.send(self._core.receive_windows(windows))
 
-    def _note_merged(self, window: Window) -> None:
+    def _note_merged(self, window: RankWindow) -> None:
         """A rank's window that covers more steps than the run's shortest: unsent ones were merged in it."""
         if window.run != self._merged_run:
             self._merged_run, self._shortest = window.run, 0

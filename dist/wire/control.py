@@ -10,7 +10,7 @@ changes, with both numbers.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -214,6 +214,7 @@ class Refused(Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
     reason: str
 
 
+_Message = TypeVar("_Message", bound=Request | RecordOrder)
 Answer: TypeAlias = StatusAnswer | Recorded | Done | Refused | RecordOrder
 
 _encoder = msgspec.msgpack.Encoder()
@@ -240,28 +241,24 @@ def encode_control(message: Request | Answer) -> bytes:
 
 def decode_request(frame: bytes | memoryview) -> Request:
     """A request; MessageError in one line when it is none, ForeignVersionError when it is one of another version."""
-    if len(frame) > CONTROL_LIMIT_BYTES:
-        raise MessageError(f"control frame: found {len(frame)} bytes, allowed at most {CONTROL_LIMIT_BYTES}")
-    try:
-        request = _requests.decode(frame)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        _check_version(frame)
-        raise MessageError(f"control frame: {_line(error)}") from None
-    _check_protocol(request.protocol)
-    return request
+    return _decode(_requests, frame, "control frame")
 
 
 def decode_order(frame: bytes | memoryview) -> RecordOrder:
     """The rebalancer's order to a rank; MessageError in one line when it is none."""
+    return _decode(_orders, frame, "order")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes | memoryview, name: str) -> _Message:
     if len(frame) > CONTROL_LIMIT_BYTES:
-        raise MessageError(f"order: found {len(frame)} bytes, allowed at most {CONTROL_LIMIT_BYTES}")
+        raise MessageError(f"{name}: found {len(frame)} bytes, allowed at most {CONTROL_LIMIT_BYTES}")
     try:
-        order = _orders.decode(frame)
+        message = decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         _check_version(frame)
-        raise MessageError(f"order: {_line(error)}") from None
-    _check_protocol(order.protocol)
-    return order
+        raise MessageError(f"{name}: {_line(error)}") from None
+    _check_protocol(message.protocol)
+    return message
 
 
 def decode_answer(frame: bytes | memoryview) -> Answer:

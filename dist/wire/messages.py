@@ -4,20 +4,16 @@ No pickle anywhere, unknown fields are refused, frames have a size limit. Arrays
 bytes. ``run`` is 0 in the messages of a job that has not drawn its run yet; ``epoch`` is 0 in messages of a
 rebalancer whose life has not begun. A key is ``(epoch, version)``; ``NO_KEY`` means "none".
 
-The greeting is not a message of its own: ``Status`` and ``SnapshotRequest`` carry protocol version, rank and
+The greeting is not a message of its own: ``RankStatus`` and ``SnapshotRequest`` carry protocol version, rank and
 job shape each time, so a restarted rebalancer needs no state about connections.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, Final, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
-
-from evenroute.eplb.placement.placement import Placement, PlacementRow, even_shares
-from evenroute.eplb.placement.topology import Topology
 
 PROTOCOL_VERSION: Final = 1
 DEFAULT_FRAME_LIMIT: Final = 32 * 1024 * 1024
@@ -65,7 +61,7 @@ class WirePlacement(Struct, frozen=True, forbid_unknown_fields=True):
 # ---------------------------------------------------------------------------------------------- up
 
 
-class Status(Struct, frozen=True, tag="status", forbid_unknown_fields=True):
+class RankStatus(Struct, frozen=True, tag="status", forbid_unknown_fields=True):
     """A rank's state: after each change and as heartbeat.
 
     ``vote``: number of votes decided; orders the agreed part (live, failed, conflict) over all ranks.
@@ -89,7 +85,7 @@ class Status(Struct, frozen=True, tag="status", forbid_unknown_fields=True):
     protocol: int = PROTOCOL_VERSION
 
 
-class Window(Struct, frozen=True, tag="window", forbid_unknown_fields=True):
+class RankWindow(Struct, frozen=True, tag="window", forbid_unknown_fields=True):
     """Counts of steps ``first_step..last_step`` (inclusive) of one rank; ``counts`` int64 [L, E]."""
 
     run: Int62
@@ -173,7 +169,7 @@ class Snapshot(Struct, frozen=True, tag="snapshot", forbid_unknown_fields=True):
     placement: WirePlacement | None = None
 
 
-Up: TypeAlias = Status | Window | Rows | SnapshotRequest | Goodbye
+Up: TypeAlias = RankStatus | RankWindow | Rows | SnapshotRequest | Goodbye
 Down: TypeAlias = PlacementMessage | Ack | Token | RowsRequest | Snapshot
 _Message = TypeVar("_Message")
 
@@ -245,12 +241,12 @@ def check_up(message: Up, job: JobShape | None = None) -> None:
     Raises MessageError.
     """
     match message:
-        case Status():
+        case RankStatus():
             check_status(message)
         case SnapshotRequest():
             _check_protocol(message.protocol)
             check_job(message.job)
-        case Window():
+        case RankWindow():
             check_window(message, job)
         case Rows():
             if job is not None:
@@ -271,7 +267,7 @@ def check_job(job: JobShape) -> None:
         )
 
 
-def check_status(status: Status) -> None:
+def check_status(status: RankStatus) -> None:
     """Raises MessageError unless lengths and rank fit the status's own job shape."""
     _check_protocol(status.protocol)
     check_job(status.job)
@@ -293,7 +289,7 @@ def check_status(status: Status) -> None:
         )
 
 
-def check_window(window: Window, job: JobShape | None) -> None:
+def check_window(window: RankWindow, job: JobShape | None) -> None:
     """Raises MessageError on impossible steps, lengths, negative counts, or more counts than tokens x top_k."""
     if window.last_step < window.first_step:
         raise MessageError(
@@ -317,17 +313,17 @@ def check_window(window: Window, job: JobShape | None) -> None:
         )
 
 
-def window_counts(window: Window, job: JobShape) -> NDArray[np.int64]:
+def window_counts(window: RankWindow, job: JobShape) -> NDArray[np.int64]:
     """Counts int64 [L, E], a read-only view of the message."""
     return np.frombuffer(window.counts, dtype="<i8").reshape(job.num_layers, job.num_logical_experts)
 
 
-def live_key_array(status: Status) -> NDArray[np.int64]:
+def live_key_array(status: RankStatus) -> NDArray[np.int64]:
     """Key (epoch, version) of each live row, int64 [L, 2]."""
     return np.frombuffer(status.live_keys, dtype="<i8").reshape(-1, 2)
 
 
-def live_digest_array(status: Status) -> NDArray[np.int64]:
+def live_digest_array(status: RankStatus) -> NDArray[np.int64]:
     """Digest of each live row, int64 [L]."""
     return np.frombuffer(status.live_digests, dtype="<i8")
 
@@ -346,44 +342,3 @@ def check_fits(wire: WirePlacement, job: JobShape) -> None:
         raise MessageError(
             f"placement: found {len(wire.physical_to_logical)} and {shares} bytes, expected {4 * cells} and {2 * cells}"
         )
-
-
-def pack_placement(placement: Placement) -> WirePlacement:
-    """The wire form of a placement. A layer with even shares among uneven ones travels with its even numbers."""
-    return _pack(
-        placement.physical_to_logical, placement.shares, placement.num_logical_experts, placement.topology
-    )
-
-
-def pack_rows(rows: Sequence[PlacementRow], job: JobShape) -> WirePlacement:
-    """The wire form of rows that are in use, which need no checking any more."""
-    shares = None
-    if any(row.shares is not None for row in rows):
-        shares = np.stack([even_shares(row.slots) if row.shares is None else row.shares for row in rows])
-    topology = Topology(job.ep_size, job.num_nodes)
-    return _pack(np.stack([row.slots for row in rows]), shares, job.num_logical_experts, topology)
-
-
-def _pack(
-    slots: NDArray[np.int32], shares: NDArray[np.uint16] | None, num_logical_experts: int, topology: Topology
-) -> WirePlacement:
-    return WirePlacement(
-        num_layers=slots.shape[0],
-        num_logical_experts=num_logical_experts,
-        num_slots=slots.shape[1],
-        ep_size=topology.ep_size,
-        num_nodes=topology.num_nodes,
-        physical_to_logical=slots.astype("<i4").tobytes(),
-        shares=None if shares is None else shares.astype("<u2").tobytes(),
-    )
-
-
-def unpack_placement(wire: WirePlacement, job: JobShape) -> Placement:
-    """The placement, checked against the job and all placement rules. Raises ValueError in one line."""
-    check_fits(wire, job)
-    shape = (wire.num_layers, wire.num_slots)
-    slots = np.frombuffer(wire.physical_to_logical, dtype="<i4").astype(np.int32).reshape(shape)
-    shares = None
-    if wire.shares is not None:
-        shares = np.frombuffer(wire.shares, dtype="<u2").astype(np.uint16).reshape(shape)
-    return Placement(slots, wire.num_logical_experts, Topology(wire.ep_size, wire.num_nodes), shares)

@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb._io import check_input, check_memory, read_input_text
+from evenroute.eplb.files.format import Beginning, Format, one
 from evenroute.eplb.files.safetensors import SafetensorsFile
-from evenroute.eplb.loads.source import (
-    LoadSource,
-    Window,
+from evenroute.eplb.loads.decoding import (
     check_counts,
     damaged,
     phase_of_name,
@@ -27,6 +26,7 @@ from evenroute.eplb.loads.source import (
     single_window_source,
     stacked_source,
 )
+from evenroute.eplb.loads.source import LoadSource, LoadWindow
 
 _PREFERRED = ("logical_count", "loads", "counts")
 
@@ -68,13 +68,13 @@ def _series(path: Path, kind: str, names: list[str], read: Any) -> LoadSource:
     ordered = sorted(names, key=natural_key)
     first = check_counts(read(ordered[0]), ordered[0])
 
-    def open_windows() -> Iterator[Window]:
+    def open_windows() -> Iterator[LoadWindow]:
         for index, name in enumerate(ordered):
             with reading(path):
                 counts = check_counts(read(name), name)
                 if counts.shape != first.shape:
                     raise ValueError(f"{name} has shape {list(counts.shape)}, expected {list(first.shape)}")
-            yield Window(counts, first_step=index, last_step=index, label=name)
+            yield LoadWindow(counts, first_step=index, last_step=index, label=name)
 
     return LoadSource(path, kind, first.shape[0], first.shape[1], open_windows, num_windows=len(ordered))
 
@@ -143,3 +143,36 @@ def rectangular(rows: Any) -> NDArray[Any]:
         )
         raise ValueError(f"expected rows of equally many numbers, found row lengths {lengths[:6]}")
     return array
+
+
+def _is_npz(file: Beginning) -> bool:
+    if file.suffix == ".npz":
+        return True
+    if not file.head.startswith(b"PK") or file.suffix in (".pt", ".pth"):
+        return False
+    try:
+        with zipfile.ZipFile(file.path) as archive:
+            return all(name.endswith(".npy") for name in archive.namelist())
+    except zipfile.BadZipFile as error:
+        raise damaged(file.path, error) from None
+
+
+NPZ = Format("npz", matches=_is_npz, read=one(read_npz))
+NPY = Format(
+    "npy",
+    matches=lambda file: file.head.startswith(b"\x93NUMPY") or file.suffix == ".npy",
+    read=one(read_npy),
+)
+SAFETENSORS = Format("safetensors", matches=lambda f: f.suffix == ".safetensors", read=one(read_safetensors))
+CSV = Format("csv", matches=lambda file: file.suffix in (".csv", ".tsv"), read=one(read_csv))
+
+
+def _from_list(path: Path, data: Any) -> LoadSource:
+    return stacked_source(path, "JSON array", rectangular(data), phase=phase_of_name(path))
+
+
+JSON_ARRAY = Format(
+    "json array",
+    matches_object=lambda file, data: isinstance(data, list) and file.suffix not in (".pt", ".pth"),
+    from_object=_from_list,
+)

@@ -12,10 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from evenroute.eplb.loads.source import LoadSource, PlacementMap, check_map, reading
+from evenroute.eplb.files.format import EngineRows, Format
+from evenroute.eplb.loads.decoding import check_map, reading
+from evenroute.eplb.loads.source import LoadSource, PlacementMap
 
 
 def source_from_object(path: Path, data: dict[str, Any]) -> LoadSource:
@@ -63,8 +62,13 @@ def source_from_object(path: Path, data: dict[str, Any]) -> LoadSource:
     )
 
 
-def expert_map_json(rows: NDArray[np.int32], ep_size: int) -> bytes:
-    """The JSON vLLM-Ascend reads, of ``rows [L, P]`` (MoE layers only)."""
+def placement_bytes(placement: EngineRows) -> bytes:
+    """The JSON vLLM-Ascend reads (MoE layers only)."""
+    rows, ep_size = placement.rows, placement.ep_size
+    if ep_size is None:
+        raise ValueError("vllm-ascend lists slots by device: give --ep-size")
+    if rows.shape[1] % ep_size:
+        raise ValueError(f"--ep-size {ep_size} does not divide {rows.shape[1]} slots")
     num_local = rows.shape[1] // ep_size
     layers = [
         {
@@ -78,3 +82,13 @@ def expert_map_json(rows: NDArray[np.int32], ep_size: int) -> bytes:
         for index, row in enumerate(rows.tolist())
     ]
     return json.dumps({"moe_layer_count": len(layers), "layer_list": layers}, indent=1).encode() + b"\n"
+
+
+FORMAT = Format(
+    "vllm-ascend",
+    matches_object=lambda _, data: (
+        isinstance(data, dict) and ("layer_list" in data or "moe_layer_count" in data)
+    ),
+    from_object=source_from_object,
+    placement_bytes=placement_bytes,
+)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evenroute.eplb._io import open_input
+from evenroute.eplb.files.format import Format, one
 from evenroute.eplb.loads.source import LoadSource
 
 _LINE = re.compile(
@@ -74,3 +75,10 @@ def _entry(line: str) -> dict[str, Any] | None:
         "max_tokens": highest,
         "balancedness": balance if highest > 0 else None,
     }
+
+
+FORMAT = Format(
+    "log",
+    matches=lambda file: file.suffix in (".log", ".txt", ".out", ".err") or MARK in file.head,
+    read=one(read_log),
+)

@@ -19,16 +19,10 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from evenroute.eplb._io import open_input
+from evenroute.eplb.files.format import Format
 from evenroute.eplb.files.ranks import join_rank_sources
-from evenroute.eplb.loads.source import (
-    MOST_LAYERS,
-    LoadSource,
-    Window,
-    beginning,
-    damaged,
-    is_text,
-    phase_of_name,
-)
+from evenroute.eplb.loads.decoding import beginning, damaged, is_text, phase_of_name
+from evenroute.eplb.loads.source import MOST_LAYERS, LoadSource, LoadWindow
 
 
 class _Record(msgspec.Struct):
@@ -88,11 +82,11 @@ class _Shape:
 def _rank_source(shape: _Shape, layers: tuple[int, ...], num_experts: int) -> LoadSource:
     row_of_layer = {layer: row for row, layer in enumerate(layers)}
 
-    def window(step: int, counts: NDArray[np.int64], tokens: int, seen: int) -> Window:
+    def window(step: int, counts: NDArray[np.int64], tokens: int, seen: int) -> LoadWindow:
         complete = seen == len(layers)
-        return Window(counts, first_step=step, last_step=step, tokens=tokens, complete=complete)
+        return LoadWindow(counts, first_step=step, last_step=step, tokens=tokens, complete=complete)
 
-    def open_windows() -> Iterator[Window]:
+    def open_windows() -> Iterator[LoadWindow]:
         counts = np.zeros((len(layers), num_experts), dtype=np.int64)
         step, tokens, seen = None, 0, 0
         for record in _records(shape.path):
@@ -159,3 +153,14 @@ def read_traces(
 def is_trace_name(name: str) -> bool:
     """Whether a file name is one of Megatron's traces."""
     return re.fullmatch(r"router_trace_rank\d+\.jsonl", name) is not None
+
+
+FORMAT = Format(
+    "megatron",
+    matches=lambda file: file.suffix == ".jsonl",
+    read=lambda path, given: [read_traces(path, num_logical_experts=given.num_logical_experts)],
+    matches_folder=lambda names: any(is_trace_name(name) for name in names),
+    read_folder=lambda path, given: read_traces(
+        path, num_logical_experts=given.num_logical_experts, errors=given.errors
+    ),
+)

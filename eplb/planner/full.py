@@ -72,6 +72,7 @@ def full_placement(
     num_groups: int = 1,
     hierarchical: bool = False,
     refine: bool = True,
+    search_counts: bool = True,
     num_threads: int | None = None,
 ) -> Placement:
     """Best placement found from scratch, laid over ``current`` so that little moves.
@@ -81,7 +82,8 @@ def full_placement(
     Args:
         loads: validated ``[L, E]``.
         hierarchical: whole groups stay on one node (``num_groups`` must be a multiple of the nodes).
-        refine: the two-mode layout, swap refinement, and further replica counts where they help.
+        refine: the two-mode layout and swap refinement.
+        search_counts: further replica counts, and moves of replicas, where a layer is not good enough.
     """
     topology, num_experts = current.topology, current.num_logical_experts
     if hierarchical:
@@ -96,11 +98,11 @@ def full_placement(
     def plan(first: int, last: int) -> None:
         part = slice(first, last)
         full_plan(work[part], topology.ep_size, current.num_slots, groups, nodes, refine, new[part])
-        if hierarchical or not refine:
+        if hierarchical or not refine or not search_counts:
             align(old[part], new[part], topology.ep_size, nodes, num_experts, nodes == 1)
 
     over_layers(plan, len(busy), num_threads)
-    if refine and not hierarchical:
+    if search_counts and refine and not hierarchical:
         improve_even(work, new, topology.ep_size, num_threads)
 
         def lay(first: int, last: int) -> None:

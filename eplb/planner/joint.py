@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from evenroute.eplb.planner.kernels.moves import replay
 from evenroute.eplb.planner.kernels.spread import joint_shares, round_parts
 from evenroute.eplb.planner.kernels.two_modes import find_kinds
 from evenroute.eplb.planner.layers import normalized, over_layers
-from evenroute.eplb.planner.moves import MoveLimits, RankCap, moved_placement
+from evenroute.eplb.planner.moves import MoveLimits, RankCap, exact_shares, moved_placement
 from evenroute.eplb.planner.windows import frequencies
 
 Floats = NDArray[np.float64]
@@ -26,7 +26,15 @@ Floats = NDArray[np.float64]
 # Load above these parts of a mean rank's counts. Below 1, because the next window differs from all that were seen: a
 # rank just below the mean is the next to be hot.
 MOVE_LEVEL, SHARE_LEVEL = 0.97, 0.99
-FULL_LEVELS = (0.97, 0.99, 1.0, 1.01)  # one search from another: where one is stuck the next is not
+FULL_LEVELS = (
+    0.97,
+    0.99,
+    1.0,
+    1.01,
+    0.98,
+    1.0,
+    1.005,
+)  # one search from another: where one is stuck the next is not
 SWEEPS, SHARE_SWEEPS, FULL_SHARE_SWEEPS = 2, 30, 200
 GOOD_ENOUGH = 0.9995  # expected balancedness of a layer that a full plan searches no further
 
@@ -87,6 +95,7 @@ class _Work:
     num_ranks: int
     even: bool
     threads: int | None
+    exact: bool = False
 
     @classmethod
     def of(
@@ -112,6 +121,16 @@ class _Work:
             threads,
         )
 
+    def only(self, some: NDArray[np.int64]) -> _Work:
+        """The same for some of the layers."""
+        return replace(
+            self,
+            layers=self.layers[some],
+            loads=np.ascontiguousarray(self.loads[some]),
+            weights=self.weights[some],
+            barred=self.barred[some] if len(self.barred) else self.barred,
+        )
+
     def search(self, rows: NDArray[np.int32], level: float, most: int, longest: int) -> Paths:
         """One path a layer from ``rows [L', P]``; negative ``most``: moves are free."""
         paths = Paths.empty(1, len(rows), longest)
@@ -133,7 +152,14 @@ class _Work:
         return paths
 
     def shares(self, rows: NDArray[np.int32], sweeps: int) -> tuple[NDArray[np.uint16], Floats]:
-        """Shares ``[L', P]`` for rows, and the balancedness ``[L']`` they are expected to give."""
+        """Shares ``[L', P]`` for rows, and the balancedness ``[L']`` they are expected to give.
+
+        One load in a full plan gets the exact optimum; several, or one that will be met again with other noise, get
+        those that lower the objective.
+        """
+        if self.exact:
+            found, levels = exact_shares(self.loads[:, 0], rows, self.num_ranks, self.threads)
+            return found, self.loads[:, 0].sum(axis=1) / self.num_ranks / levels
         parts, values = np.empty(rows.shape), np.empty(len(rows))
         shares = np.empty(rows.shape, dtype=np.uint16)
 
@@ -272,29 +298,18 @@ def full_joint_placement(
     )
     barred = node_bars(start, num_groups) if hierarchical else None
     work = _Work.of(expected, current.topology.ep_size, even, num_threads, barred)
+    work = replace(work, exact=not even and work.loads.shape[1] == 1)
     rows = np.ascontiguousarray(start.physical_to_logical[work.layers])
     if not len(rows):
         return current
-    candidates = [rows]
-    if not even and not hierarchical:
-        weighted = moved_placement(mean, start, MoveLimits(), weighted=True, num_threads=num_threads)
-        candidates.append(np.ascontiguousarray(weighted.physical_to_logical[work.layers]))
     best = work.shares(rows, SHARE_SWEEPS)[1]
-    for other in candidates[1:]:
-        _take_better(work, other, rows, best)
+    if not even and not hierarchical:
+        _weighted_pass(work, mean, current, rows, best)
     for level in FULL_LEVELS:
         poor = np.flatnonzero(best < GOOD_ENOUGH)
         if not len(poor) or (even and len(expected.weights) == 1):
             break  # even shares of one load: full_placement has searched already
-        some = _Work(
-            poor,
-            np.ascontiguousarray(work.loads[poor]),
-            work.weights[poor],
-            work.barred[poor] if len(work.barred) else work.barred,
-            work.num_ranks,
-            even,
-            num_threads,
-        )
+        some = work.only(poor)
         paths = some.search(rows[poor], level, -1, 2 * current.num_slots)
         found = rows[poor]
         replay(np.ascontiguousarray(paths.operations[0]), paths.lengths[0], found)
@@ -313,6 +328,28 @@ def full_joint_placement(
     shares, _ = work.shares(rows, FULL_SHARE_SWEEPS)
     made = work.placement(current, rows, shares)
     return made if hierarchical else keep_expected(expected, current, made)
+
+
+def _weighted_pass(
+    work: _Work, mean: Floats, current: Placement, rows: NDArray[np.int32], best: Floats
+) -> None:
+    """Where ``rows`` are not good enough yet: moves for exact shares, as many as help, from two starts."""
+    starts = (rows.copy(), None)
+    for start in starts:
+        poor = np.flatnonzero(best < GOOD_ENOUGH)
+        if not len(poor):
+            return
+        layers = work.layers[poor]
+        experts, topology = current.num_logical_experts, current.topology
+        table = current.physical_to_logical[layers] if start is None else start[poor]
+        some = Placement(table, experts, topology)
+        if start is None:  # greedy counts: the search for even shares may have left the better basin
+            some = full_placement(mean[layers], some, search_counts=False, num_threads=work.threads)
+        made = moved_placement(mean[layers], some, MoveLimits(), weighted=True, num_threads=work.threads)
+        part = work.only(poor)
+        kept, value = rows[poor], best[poor]
+        _take_better(part, made.physical_to_logical, kept, value)
+        rows[poor], best[poor] = kept, value
 
 
 def _take_better(work: _Work, other: NDArray[np.int32], rows: NDArray[np.int32], best: Floats) -> None:

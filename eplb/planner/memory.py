@@ -19,7 +19,8 @@ from evenroute.eplb.planner.windows import frequencies
 Counts = NDArray[np.float64]
 
 MAX_KINDS = 8  # one search costs time in proportion; 12 gained .001 on a random walk, nothing elsewhere
-ALIKE = 1.5  # squared difference over what sampling explains: below, two windows are one kind
+ALIKE = 0.5  # squared difference beyond what sampling explains (1): below, two windows are one kind ...
+CERTAIN = 4.0  # ... or below so many standard deviations of that figure itself, where experts are few
 FADING = 0.9  # of visits and successions, a window
 PERSISTENCE = 0.3  # part of the forecast that says: as it is now
 PRIOR = 1.0  # observed successions that weigh as much as the forecast without them
@@ -65,9 +66,9 @@ class WindowMemory:
             self._merge_closest()
 
     def _alike(self, counts: Counts) -> int | None:
-        best, least = None, ALIKE
+        best, least = None, max(ALIKE, CERTAIN * (2.0 / counts.size) ** 0.5)
         for name, kind in self.kinds.items():
-            found = _difference(kind.counts, counts)
+            found = _difference(kind.counts, counts) - 1.0
             if found < least:
                 best, least = name, found
         return best
@@ -114,6 +115,6 @@ def _difference(known: Counts, counts: Counts) -> float:
     expected = (known + counts) * np.divide(n, n + total, out=np.zeros_like(n), where=n + total > 0)
     certain = expected > 1.0
     if not certain.any():
-        return 0.0
+        return 1.0
     variance = expected * (1.0 + ratio)
     return float(((counts - known * ratio)[certain] ** 2 / variance[certain]).mean())

@@ -183,9 +183,7 @@ def _joint(windows: NDArray[np.float64], request: _Request) -> Plan:
             max_moves=current.physical_to_logical.size if limits.max_moves is None else limits.max_moves,
             max_moves_per_rank=limits.max_moves_per_rank,
             target=limits.target,
-            price=0.0
-            if limits.cost is None
-            else limits.cost.price_per_slot(int(before.has_load.sum()), current.topology),
+            price=price,
             num_threads=request.num_threads,
         )
     predicted, moves = expected.balancedness(made), current.moved_slots(made)

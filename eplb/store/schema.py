@@ -113,7 +113,7 @@ class EpochRow:
 
 
 @dataclass(frozen=True)
-class RankWindow:
+class RankWindowRow:
     """One sealed window of one rank, as received: counts int64 [L, E] of steps first_step..last_step."""
 
     run: int
@@ -167,7 +167,7 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class PlacementRow:
+class PublishedPlacement:
     """A published placement; `moves` int64 [L] slots moved; balancedness None where nothing was known."""
 
     time: float

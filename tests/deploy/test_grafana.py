@@ -10,7 +10,7 @@ import pytest
 
 from evenroute.dist.rebalancer.metrics import COUNTERS, GAUGES, metric_names
 from evenroute.dist.wire.messages import JobShape
-from evenroute.tools.bench.transport import SimulatedJob
+from evenroute.tools.run.simulated_job import SimulatedJob
 from support.control_plane import RebalancerProcess, wait_for
 from support.dashboard import DASHBOARD, dashboard, queries
 

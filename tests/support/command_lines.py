@@ -64,12 +64,11 @@ def parse_evenroute(argv: list[str]) -> dict[str, Any]:
 
 def _parse_bench(words: list[str]) -> dict[str, Any]:
     """The flags of a benchmark by its own parser, as on a host with GPUs."""
-    from evenroute.tools.bench import ep_options as bench_ep_options
-    from evenroute.tools.bench import migration_options as bench_migration_options
+    from evenroute.tools.bench.options import parse_ep, parse_migration
 
-    parsers = {"ep": bench_ep_options.parse, "migration": bench_migration_options.parse}
+    parsers = {"ep": parse_ep, "migration": parse_migration}
     if words and words[0] in parsers:
-        return vars(parsers[words[0]](words[1:], True, None))
+        return vars(parsers[words[0]](words[1:], on_gpu=True))
     return {}
 
 

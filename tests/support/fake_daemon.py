@@ -6,12 +6,12 @@ import numpy as np
 
 from evenroute.dist.config import PlannerSettings, RebalancerConfig, RebalancerSettings
 from evenroute.dist.protocol.agreement import Version
-from evenroute.dist.protocol.rebalancer import Phase
+from evenroute.dist.protocol.types import Phase
 from evenroute.dist.rebalancer.process import Rebalancer
 from evenroute.dist.wire.control import decode_answer, encode_control
 from evenroute.dist.wire.keys import LOCAL_ROLE
 from evenroute.dist.wire.link import Received
-from evenroute.dist.wire.messages import JobShape, SnapshotRequest, Status, Window, encode
+from evenroute.dist.wire.messages import JobShape, RankStatus, RankWindow, SnapshotRequest, encode
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 
@@ -76,7 +76,7 @@ def status(daemon, rank, **changes):
     digests = np.array(START.row_digests, "<i8").tobytes()
     fence = daemon.core.epoch
     fields = {"vote": 0, "held": (0, 0), "held_digest": START.digest, "token": daemon.core._token, **changes}
-    return Status(
+    return RankStatus(
         RUN,
         rank,
         JOB,
@@ -102,4 +102,4 @@ def bring_up(daemon):
 
 
 def window(rank, seq):
-    return Window(RUN, rank, seq, 10 * (seq - 1), 10 * seq - 1, 8, np.full((2, 4), 4, "<i8").tobytes())
+    return RankWindow(RUN, rank, seq, 10 * (seq - 1), 10 * seq - 1, 8, np.full((2, 4), 4, "<i8").tobytes())

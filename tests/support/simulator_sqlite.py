@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from evenroute.dist.protocol.store import RankWindow, Receipt, StoreError
+from evenroute.dist.protocol.store import RankWindowRow, Receipt, StoreError
 from evenroute.dist.wire.messages import JobShape
 from evenroute.eplb.store.writer import HistoryStore
 from support.simulator_history import History, SealRecord, WriteRecord
@@ -35,7 +35,7 @@ class SqliteSimStore(HistoryStore):
                 self._history.writes.append(WriteRecord(self.number, epoch, self.last_epoch(), "something"))
 
     def add_windows(  # type: ignore[override]
-        self, windows: Sequence[RankWindow], **other: Any
+        self, windows: Sequence[RankWindowRow], **other: Any
     ) -> list[Receipt]:
         receipts = super().add_windows(windows, **other)
         for receipt in receipts:

@@ -1,15 +1,4 @@
-"""What a rebalance brings and costs, on all GPUs of a host (NCCL), or as a toy on the CPU (gloo).
-
-    evenroute bench ep --nproc-per-node 8 --loads a.json --loads b.json --report out.json
-
-Every cell is a job of its own: a stack of MoE layers with real weights under traffic (Zipf, and each file of --loads),
-with so many redundant experts and one dispatch, its agent, its rebalancer. It measures step time, throughput and
-balancedness before, during and after one rebalance, the migration's bandwidth beside a plain exchange of the same
-bytes, and what agreement and switch cost the host. Each step's output is compared with logical experts in one process.
-Static and dynamic dispatch get full plans (`global`), weighted dispatch shares first, then few moves (`auto`).
-
-Exit status: 0 all outputs right, 1 one was wrong, 2 wrong use.
-"""
+"""`evenroute bench ep`: all cells on one rank, and the report. What it measures: `options.EP`."""
 
 from __future__ import annotations
 
@@ -29,23 +18,25 @@ from rich.console import Console
 from torch import Tensor
 
 from evenroute.tools.bench.ep_cell import EpCell
-from evenroute.tools.bench.ep_options import Case, cases, check, launch, parse
 from evenroute.tools.bench.ep_table import print_report
 from evenroute.tools.bench.ep_watch import HostCosts, reference_outputs
+from evenroute.tools.bench.options import Case, check_ep, ep_cases, parse_ep
 from evenroute.tools.errors import one_line_errors
-from evenroute.tools.run.moe_model import BenchModel, ModelGroups, ModelSizes
-from evenroute.tools.run.rebalancer import Rebalancers
-from evenroute.tools.stress.rebalancer import share_text
+from evenroute.tools.run.bench_model import BenchModel, ModelGroups, ModelSizes
+from evenroute.tools.run.launch import count_gpus, launch
+from evenroute.tools.run.ranks import largest, share_text
+from evenroute.tools.run.rebalancer import RebalancerSeries
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 HIDDEN_SEED = 9
+MIN_GAIN = 0.01  # a second plan for the same traffic gains only sampling noise: it is not published
 
 
 class EpBench:
     """One rank of the bench. All methods are collective."""
 
     def __init__(
-        self, args: argparse.Namespace, device: torch.device, rebalancers: Rebalancers | None
+        self, args: argparse.Namespace, device: torch.device, rebalancers: RebalancerSeries | None
     ) -> None:
         """`rebalancers` on rank 0 alone."""
         self.args, self.device, self.rebalancers = args, device, rebalancers
@@ -117,9 +108,7 @@ class EpBench:
         return self._report(cells, [str(case) for case in todo[len(cells) :]])
 
     def _together(self, late: bool) -> bool:
-        both = torch.tensor([int(late)])
-        torch_dist.all_reduce(both, torch_dist.ReduceOp.MAX, group=self.groups.vote)
-        return bool(both)
+        return bool(largest(float(late), self.groups.vote))
 
     def _report(self, cells: list[dict[str, Any]], not_run: list[str]) -> dict[str, Any]:
         names = (
@@ -168,17 +157,26 @@ def outputs_hold(report: dict[str, Any]) -> bool:
     )
 
 
+def _planner(case: Case, args: argparse.Namespace) -> dict[str, str | float]:
+    return {
+        "interval": args.windows,
+        "interval_unit": "windows",
+        "policy": case.policy,
+        "min_gain": MIN_GAIN,
+    }
+
+
 def run_rank(args: argparse.Namespace, on_gpu: bool) -> int:
     """This rank to its end; rank 0 prints."""
     device = torch.device("cpu")
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    todo = cases(args)
+    todo = ep_cases(args)
     with contextlib.ExitStack() as stack:
         rebalancers = None
         if os.environ["RANK"] == "0":
-            rebalancers = stack.enter_context(Rebalancers([case.policy for case in todo], args.windows))
+            rebalancers = stack.enter_context(RebalancerSeries([_planner(case, args) for case in todo]))
         torch_dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
         report = EpBench(args, device, rebalancers).run(todo)
     if os.environ["RANK"] == "0":
@@ -196,26 +194,23 @@ def run_rank(args: argparse.Namespace, on_gpu: bool) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Runs this rank (under torchrun), or checks the flags and starts all of them; the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    on_gpu = torch.cuda.is_available()
-    args = parse(argv, on_gpu, __doc__)
+    args, gpus = parse_ep(argv), count_gpus()
     if "RANK" not in os.environ:
-        most = torch.cuda.device_count() if on_gpu else 2
-        ranks = most if args.nproc_per_node is None else args.nproc_per_node
-        if ranks < 1:
-            raise ValueError(f"--nproc-per-node: found {ranks}, expected at least 1")
-        if on_gpu and ranks > torch.cuda.device_count():
-            raise ValueError(
-                f"--nproc-per-node: found {ranks}, expected at most {torch.cuda.device_count()}, the GPUs"
-            )
-        check(args, ranks)
-        return launch(argv, ranks)
+        ranks = args.nproc_per_node
+        if ranks is None:
+            ranks = gpus or 2
+        if ranks < 1 or 0 < gpus < ranks:
+            most = f"1 to {gpus}, the GPUs" if gpus else "at least 1"
+            raise ValueError(f"--nproc-per-node: found {ranks}, expected {most}")
+        check_ep(args, ranks)
+        launch("evenroute.tools.bench.ep", argv, ranks)
     try:
-        check(args, int(os.environ["WORLD_SIZE"]))
+        check_ep(args, int(os.environ["WORLD_SIZE"]))
     except (ValueError, OSError):
         if os.environ["RANK"] != "0":  # one line, not one a rank
             return 2
         raise
-    return run_rank(args, on_gpu)
+    return run_rank(args, gpus > 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One cell of `bench_ep.py`: the model under load, one rebalance by the real agent and rebalancer, measured."""
+"""One cell of `bench ep`: the model under load, one rebalance by the real agent and rebalancer, measured."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import Tensor
 from evenroute.dist.rank.agent import AgentConfig, RankAgent
 from evenroute.eplb.loads.balance import Balancedness, balancedness, rank_loads
 from evenroute.eplb.placement.placement import Placement
-from evenroute.tools.bench.ep_options import Case
 from evenroute.tools.bench.ep_watch import (
     AFTER,
     BEFORE,
     DURING,
     PHASES,
     HostCosts,
-    Outputs,
     Routed,
     WatchedMover,
-    wrong_slots,
 )
-from evenroute.tools.bench.migration import Bench, summary
-from evenroute.tools.run.moe_model import BenchModel, StepClock
+from evenroute.tools.bench.options import Case
+from evenroute.tools.run.bench_model import BenchModel
+from evenroute.tools.run.model_bench import ModelBench, StepClock, summary
+from evenroute.tools.run.moe_model import WorstError
+from evenroute.tools.run.ranks import largest
 
 WARM_UP = 4
 LATE_EVERY = 16  # steps between two looks at the time, together
@@ -47,11 +47,13 @@ class EpCell:
         costs: HostCosts,
         args: argparse.Namespace,
     ) -> None:
-        """`traffic`: `hidden [T, H]` and logits `[L, T, E]` of the batches; `reference`: what `Outputs` takes."""
+        """`traffic`: `hidden [T, H]` and logits `[L, T, E]` of the batches; `reference [N, T, H]`: the
+        output wanted of each."""
         self.model, self.case, self.args = model, case, args
         self.hidden, self.batches = traffic
         self.costs = costs
-        self.routed, self.outputs = Routed(model), Outputs(reference)
+        self.routed, self.outputs = Routed(model), WorstError(model.device)
+        self.reference = reference
         self.mover = WatchedMover(model.mover)
         self.clock = StepClock(model.device)
         self.labels: list[int] = []
@@ -85,7 +87,7 @@ class EpCell:
         model.synchronize()
         live = agent.placement
         agent.close()
-        bandwidth = Bench(model, self.args).bandwidth(records)
+        bandwidth = ModelBench(model, self.args).bandwidth(records)
         model.mover.close()
         return self._figures(ended, live) | {"bandwidth": bandwidth}
 
@@ -95,7 +97,7 @@ class EpCell:
         out, routings = self.model.forward(self.model.exact, self.hidden, self.batches[batch])
         if phase is not None:
             self.routed.add(phase, routings)
-            self.outputs.add(batch, out)
+            self.outputs.add(out, self.reference[batch].float())
 
     def _steps(self, agent: RankAgent) -> str:
         """Steps before, during and after the rebalance; what ended them: done, late, or no plan."""
@@ -141,9 +143,7 @@ class EpCell:
         return placed
 
     def _late(self, began: float) -> bool:
-        late = torch.tensor([int(time.monotonic() - began > self.args.cell_limit_s)])
-        torch_dist.all_reduce(late, torch_dist.ReduceOp.MAX, group=self.model.vote_group)
-        return bool(late)
+        return bool(largest(time.monotonic() - began, self.model.vote_group) > self.args.cell_limit_s)
 
     def _figures(self, ended: str, live: Placement) -> dict[str, Any]:
         group, sizes = self.model.vote_group, self.model.sizes
@@ -165,12 +165,13 @@ class EpCell:
             own = times[labels == phase]
             placement = {BEFORE: self.model.start, AFTER: settled}.get(phase)
             cell[name] = self._phase(own, slots[phase], experts[phase], placement)
-        worst = self.outputs.worst(group)
+        wrong = self.model.experts.wrong_slots(self.model.tensors, live, self.model.rank).cpu()
+        torch_dist.all_reduce(wrong, group=group)
         cell["outputs"] = {
-            "steps_a_rank": self.outputs.steps,
-            "worst_relative_error": worst,
+            "steps_a_rank": self.outputs.checks,
+            "worst_relative_error": largest(self.outputs.own(), group),
             "wrong_ids": wrong_ids,
-            "wrong_slots": wrong_slots(self.model, live),
+            "wrong_slots": int(wrong),
         }
         return cell
 

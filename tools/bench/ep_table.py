@@ -1,4 +1,4 @@
-"""The table of `bench_ep.py`. No torch: it prints what was measured."""
+"""The table of `bench ep`. No torch: it prints what was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bench_ep.py` notes while a cell runs: the phases, the host's costs, what was routed, whether it is right."""
+"""What `bench ep` notes while a cell runs: the phases, the host's costs, what was routed, what is right."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch.distributed as torch_dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.dist.engines.experts import expert_mlp
 from evenroute.dist.weights.mover import LayerMover
 from evenroute.eplb.placement.placement import Placement, PlacementRow
 from evenroute.routing.output import RoutingOutput
-from evenroute.tools.run.moe_model import BenchModel
+from evenroute.tools.run.bench_model import BenchModel
 
 BEFORE, DURING, AFTER = range(3)
 PHASES = ("before", "during", "after")
@@ -123,31 +122,6 @@ class Routed:
         return found[0], found[1], int(found[2])
 
 
-class Outputs:
-    """Every step's output of the whole model against logical experts in one process."""
-
-    def __init__(self, reference: Tensor) -> None:
-        """`reference [N, T, H]`, of batch n."""
-        self._reference = reference
-        self.steps = 0
-        self._worst = torch.zeros((), device=reference.device)
-        self._broken = torch.zeros((), dtype=torch.int64, device=reference.device)
-
-    def add(self, batch: int, out: Tensor) -> None:
-        """One step, without a host sync."""
-        wanted = self._reference[batch].float()
-        error = (out.float() - wanted).norm() / wanted.norm().clamp(min=1e-30)
-        self._broken += (~torch.isfinite(error)).long()
-        self._worst = torch.maximum(self._worst, torch.nan_to_num(error))
-        self.steps += 1
-
-    def worst(self, group: torch_dist.ProcessGroup) -> float:
-        """Largest relative error of a step on any rank; infinite if one was not a number. Collective."""
-        own = torch.tensor([float("inf") if int(self._broken) else float(self._worst)], dtype=torch.float64)
-        torch_dist.all_reduce(own, torch_dist.ReduceOp.MAX, group=group)
-        return float(own)
-
-
 def reference_outputs(model: BenchModel, batches: list[Tensor], hidden: Tensor) -> Tensor:
     """`[N, T, H]`: the model's output for logits `batches` (`[L, T, E]` each) and `hidden [T, H]`, computed by logical
     experts in this process: no placement, no replica, no exchange takes part."""
@@ -157,27 +131,6 @@ def reference_outputs(model: BenchModel, batches: list[Tensor], hidden: Tensor) 
         routings = [model.router(batch[layer], layer, count=False) for batch in batches]
         ids = torch.cat([r.logical_ids for r in routings if r.logical_ids is not None])
         weights = torch.cat([r.weights for r in routings])
-        out = torch.zeros(current.shape, dtype=torch.float32, device=model.device)
-        for expert in range(sizes.num_experts):
-            rows, columns = (ids == expert).nonzero(as_tuple=True)
-            if len(rows):
-                own = model.expert_rows(layer, expert)
-                product = expert_mlp(current[rows], own["gate_up"], own["down"]).float()
-                out.index_add_(0, rows, product * weights[rows, columns, None])
+        out = model.experts.output(layer, current, ids, weights)
         current = torch.nn.functional.rms_norm(current + out.to(current.dtype), (current.shape[1],))
     return current.view(len(batches), *hidden.shape)
-
-
-def wrong_slots(model: BenchModel, live: Placement) -> int:
-    """Local slots, over all layers and ranks, whose weights are not bit for bit those of the expert that `live` says.
-    Collective."""
-    wrong = torch.zeros((), dtype=torch.int64, device=model.device)
-    first = model.rank * live.num_local_slots
-    for layer in range(live.num_layers):
-        experts = live.physical_to_logical[layer][first : first + live.num_local_slots]
-        for slot, expert in enumerate(experts.tolist()):
-            for name, rows in model.expert_rows(layer, expert).items():
-                wrong += (model.tensors[layer][name][slot] != rows).any().long()
-    total = wrong.cpu()
-    torch_dist.all_reduce(total, group=model.vote_group)
-    return int(total)

@@ -6,27 +6,25 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from evenroute.dist.weights.transfer import plan_transfer
 from evenroute.eplb.placement.placement import Placement
-from evenroute.tools.run.moe_model import BenchModel, GraphStep
-
-if TYPE_CHECKING:
-    from evenroute.tools.bench.migration import Bench
+from evenroute.tools.run.bench_model import BenchModel, GraphStep
+from evenroute.tools.run.model_bench import ModelBench
 
 MOST_STEPS = 10_000
 
 
-def _some_placement(bench: Bench, seed: int = 5) -> Placement:
+def _some_placement(bench: ModelBench, seed: int = 5) -> Placement:
     sizes = bench.model.sizes
     loads = np.random.default_rng(seed).lognormal(0.0, 1.5, (sizes.num_layers, sizes.num_experts))
     return bench.plan(loads)
 
 
-def kill_part(bench: Bench) -> dict[str, Any]:
+def kill_part(bench: ModelBench) -> dict[str, Any]:
     """The last rank is killed in the middle of a migration; the others must end, saying what they were at."""
     model = bench.model
     step = GraphStep(model, bench.args.tokens)
@@ -38,14 +36,12 @@ def kill_part(bench: Bench) -> dict[str, Any]:
         if in_flight and number > 5 and model.rank == model.ep_size - 1:
             print(f"killed at step {number}: {in_flight}", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        if (
-            model.device.type == "cuda"
-        ):  # gloo's own collectives would fail first, without a word about layers
+        if model.device.type == "cuda":  # gloo's own collectives would fail first, without naming a layer
             step.run(number)
     return {"ended": False}
 
 
-def stall_part(bench: Bench) -> dict[str, Any]:
+def stall_part(bench: ModelBench) -> dict[str, Any]:
     """The last rank lives, but never enqueues its part of a transfer: on CUDA nothing on the host notices, and the
     watchdog has to end the others, `--transfer-limit-s` and its grace later, with operation and layer."""
     model = bench.model
@@ -79,7 +75,7 @@ def _step_without_transfer(model: BenchModel) -> None:
         model.mover.advance = advance  # type: ignore[method-assign]
 
 
-def damage_part(bench: Bench) -> dict[str, Any]:
+def damage_part(bench: ModelBench) -> dict[str, Any]:
     """With `--verify`: an expert that is to move is damaged where it lies. The switch must stop at its layer on all
     ranks, live weights and tables must stay, and the same placement must go through once it is mended."""
     model = bench.model

@@ -1,14 +1,7 @@
-"""Times the routing launch: whole, in parts, under PDL and on worst inputs, beside its memory floor and torch steps.
-
-    evenroute bench router [--model dsv3] [--json]          python -m evenroute.tools.bench.router --rows 1,256,8192
-
-On CUDA every figure is the median of 15 replays of a graph of 40 calls, in microseconds a call, fp32 logits in L2.
-On CPU (reference path) it is the median of single calls.
-"""
+"""`evenroute bench router`: what is timed and how, and the table. What it measures: `options.ROUTER`."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -26,18 +19,12 @@ from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router
 from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.settings.modes import MODES
 from evenroute.routing.tables.tables import DispatchTables
+from evenroute.tools.bench.options import parse_router
 
 EP_SIZES = {"dsv3": 32, "kimi-k2": 64, "qwen3": 32, "kimi-k3": 128}
-ROWS = (1, 32, 256, 2048, 8192)
-FORMS = {
-    "hash": ("dynamic", "hash"),
-    "exact": ("dynamic", "exact"),
-    "weighted": ("weighted", "exact"),
-    "weighted hash": ("weighted", "hash"),
-    "static": ("static", "hash"),
-    "invariant": ("rank_invariant", "hash"),
-}
+FORMS = {mode.name: (mode.dispatch, mode.deals[-1]) for mode in MODES if "own" in mode.tokens}
 INPUTS = ("typical", "zipf", "hot lane", "hot block", "ties", "nan")
 CALLS, REPLAYS = 40, 15
 
@@ -230,7 +217,7 @@ def time_torch(job: Job, device: torch.device, compiled: bool) -> float:
     return time_call(call, device)
 
 
-def model_jobs(model: str, rows: tuple[int, ...], device: torch.device) -> list[Job]:
+def model_jobs(model: str, rows: list[int], device: torch.device) -> list[Job]:
     """Jobs of one model: the three deals, the parts, PDL and the worst inputs."""
     jobs = []
     for number in rows:
@@ -254,7 +241,7 @@ def job_name(job: Job) -> str:
     return ", ".join(parts)
 
 
-def run(models: list[str], rows: tuple[int, ...], device: torch.device, compiled: bool) -> dict[str, Any]:
+def run(models: list[str], rows: list[int], device: torch.device, compiled: bool) -> dict[str, Any]:
     """All figures: `{"device", "copy_bytes_per_second", "results": [{model, rows, name, microseconds}]}`."""
     rate = copy_rate(device)
     results = []
@@ -294,40 +281,14 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def bench_router(
-    models: list[str], rows: tuple[int, ...], device: str, compiled: bool, as_json: bool
-) -> None:
-    """Run and print; raises ValueError for an unknown model or device."""
-    unknown = [model for model in models if model not in MODEL_SHAPES]
-    if unknown:
-        raise ValueError(f"model={unknown[0]!r} is not one of {', '.join(MODEL_SHAPES)}")
-    if not rows or min(rows) < 1:
-        raise ValueError(f"rows={list(rows)}: each must be >= 1")
-    chosen = torch.device(device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu"))
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda': no CUDA device found")
-    report = run(models, rows, chosen, compiled)
-    print(json.dumps(report) if as_json else table(report))
-
-
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", action="append", help="dsv3, kimi-k2, qwen3, kimi-k3; default all")
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--compile", action="store_true", help="time the torch steps under torch.compile too")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(argv)
-    try:
-        if not all(number.strip().isdigit() for number in options.rows.split(",")):
-            raise ValueError(f"rows={options.rows!r}: expected numbers, comma between them")
-        rows = tuple(int(number) for number in options.rows.split(","))
-        bench_router(options.model or list(MODEL_SHAPES), rows, options.device, options.compile, options.json)
-    except ValueError as error:
-        print(f"evenroute: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    """Run and print."""
+    args = parse_router(sys.argv[1:] if argv is None else argv)
+    name = args.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    report = run(args.model, args.rows, torch.device(name), args.compile)
+    print(json.dumps(report) if args.json else table(report))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from evenroute.tools.errors import one_line_errors
 
 if TYPE_CHECKING:
     from evenroute.eplb.analysis.measures import Workload
-    from evenroute.eplb.loads.skew import RankLoadMap
+    from evenroute.eplb.loads.balance import RankLoadMap
     from evenroute.eplb.loads.source import LoadSource
     from evenroute.tools.inputs import ExpertSize
 

@@ -174,7 +174,7 @@ def _write_png(path: Path, windows: NDArray[np.float64], start: Placement, made:
 
     from matplotlib import pyplot
 
-    from evenroute.eplb.placement.file import write_beside_and_rename
+    from evenroute.eplb._io import write_beside_and_rename
     from evenroute.eplb.planner.plan import plan_placement
 
     slots = max(1, start.physical_to_logical.size)

@@ -257,7 +257,7 @@ def write_dump(
     from evenroute.dist.client import read_recording
     from evenroute.eplb.dump.format import DumpHeader
     from evenroute.eplb.dump.writer import DumpWriter
-    from evenroute.eplb.loads.source import Window
+    from evenroute.eplb.loads.source import LoadWindow
 
     parts = read_recording(address, rank=rank, keys=keys, timeout_s=timeout_s)
     first = next(parts)
@@ -280,7 +280,7 @@ def write_dump(
             for window in part.windows:
                 counts = np.frombuffer(window.counts, "<i8").reshape(shape)
                 writer.add_window(
-                    Window(
+                    LoadWindow(
                         counts=counts,
                         time=window.time,
                         first_step=window.first_step,

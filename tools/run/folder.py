@@ -32,7 +32,7 @@ class RunFolder:
         new.rename(self.path / _OWNER)  # never there without its lock
 
     def remove(self) -> None:
-        """Remove it with all that is in it; harmless when repeated."""
+        """Remove it with all that is in it; may be called twice."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)

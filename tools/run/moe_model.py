@@ -1,265 +1,119 @@
-"""The model that `bench_migration.py` steps: router and EP layers over migrated weights, eager or as one CUDA graph."""
+"""The reference that stress runs and benches compare an expert-parallel layer with: logical experts in one process."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-import torch.distributed as torch_dist
-from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.dist.engines.ep_layer import EpMoeLayer
-from evenroute.dist.engines.experts import SwiGluExperts, expert_mlp
-from evenroute.dist.weights.expert_weights import ExpertWeights
-from evenroute.dist.weights.staging import layer_bytes
-from evenroute.dist.weights.weight_mover import MigrationConfig, WeightMover
-from evenroute.eplb.files.counts import read_logical_count
+from evenroute.dist.engines.experts import expert_mlp
 from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.placement.topology import Topology
-from evenroute.routing.counters import ExpertCounters
-from evenroute.routing.output import RoutingOutput
-from evenroute.routing.router import Router
-from evenroute.routing.settings.config import RouterConfig
-from evenroute.routing.simulated.source import LogitSource
-from evenroute.routing.tables.tables import DispatchTables
-from evenroute.tools.run.driver import MoeDriver
 
 
-@dataclass(frozen=True)
-class ModelSizes:
-    """A DeepSeek-like stack: sigmoid, 8 groups of which 4 are kept (none with fewer than 32 experts)."""
+@dataclass
+class LogicalExperts:
+    """SwiGLU experts whose weights follow from (seed, layer, expert) alone: equal on all ranks of one kind of device.
 
-    num_layers: int
-    num_experts: int
-    num_slots: int
-    top_k: int
+    `hidden` = H, `intermediate` = I. With `keep` weights once drawn stay in memory, else each use draws them anew.
+    """
+
     hidden: int
     intermediate: int
-    staging_layers: int
-    chunk_bytes: int
-    exponent: float
-    seed: int = 1
-    dispatch: str = "dynamic"
-    loads: Path | None = None  # the popularity follows this file instead of Zipf(exponent)
-    verify: bool = False
-    transfer_limit_s: float = 30.0
+    device: torch.device
+    dtype: torch.dtype
+    seed: int = 0
+    keep: bool = False
+    _kept: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
-
-@dataclass(frozen=True)
-class ModelGroups:
-    """Process groups over all ranks: votes (CPU), the layers' collectives, the migration's transfers."""
-
-    vote: torch_dist.ProcessGroup
-    layer: torch_dist.ProcessGroup
-    move: torch_dist.ProcessGroup
-
-    @classmethod
-    def make(cls, device: torch.device) -> ModelGroups:
-        """Collective."""
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        vote, layer, move = (torch_dist.new_group(backend=name) for name in ("gloo", backend, backend))
-        assert vote is not None
-        assert layer is not None
-        assert move is not None
-        return cls(vote, layer, move)
-
-
-class BenchModel:
-    """One rank's model: weights, tables, router, layers, mover, driver. Collective to make."""
-
-    def __init__(
-        self, sizes: ModelSizes, device: torch.device, groups: ModelGroups, *, load: bool = True
-    ) -> None:
-        """`load=False` leaves weights and tables to whoever starts the mover (the rank agent does)."""
-        self.sizes, self.device, self.vote_group = sizes, device, groups.vote
-        self.rank, self.ep_size = torch_dist.get_rank(), torch_dist.get_world_size()
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.layer_group, self.move_group = groups.layer, groups.move
-        self.topology = Topology(self.ep_size)
-        start = Placement.initial(sizes.num_layers, sizes.num_experts, sizes.num_slots, self.topology)
-        self.tables = DispatchTables(start, ep_rank=self.rank, device=device)
-        self.counters = ExpertCounters(sizes.num_layers, sizes.num_experts, device=device)
-        expert_groups = 8 if sizes.num_experts >= 32 else 1
-        config = RouterConfig(
-            sizes.num_experts,
-            sizes.top_k,
-            scoring="sigmoid",
-            num_groups=expert_groups,
-            topk_group=max(1, expert_groups // 2),
-            routed_scaling_factor=2.5,
-        )
-        emit = ("weights", "physical_ids", "logical_ids")
-        self.router = Router(config, self.tables, self.counters, dispatch=sizes.dispatch, emit=emit)
-        self.source = LogitSource(
-            "zipf" if sizes.loads is None else "trace",
-            config,
-            sizes.num_layers,
-            sizes.seed,
-            rank=self.rank,
-            ep_size=self.ep_size,
-            loads=None if sizes.loads is None else read_logical_count(sizes.loads),
-            exponent=sizes.exponent,
-            device=device,
-        )
-        local = start.num_local_slots
-        self.tensors = [
-            {
-                "gate_up": torch.empty(
-                    local, 2 * sizes.intermediate, sizes.hidden, dtype=self.dtype, device=device
-                ),
-                "down": torch.empty(local, sizes.hidden, sizes.intermediate, dtype=self.dtype, device=device),
-            }
-            for _ in range(sizes.num_layers)
-        ]
-        weights = ExpertWeights(self.tensors, local)
-        self.layer_bytes = layer_bytes(weights.layers[0], local)
-        self.expert_bytes = weights.layers[0].expert_bytes
-        migration = MigrationConfig(
-            staging_bytes=sizes.staging_layers * self.layer_bytes,
-            chunk_bytes=sizes.chunk_bytes,
-            transfer_limit_s=sizes.transfer_limit_s,
-            verify=sizes.verify,
-        )
-        self.start = start
-        self.mover = WeightMover(
-            weights, self.tables, group=self.move_group, loader=self.expert_rows, config=migration
-        )
-        if load:
-            self.mover.load(start)
-        self.driver = MoeDriver(self.mover, start, self.vote_group, limit_s=60.0)
-        self.exact = self._layers("exact")
-        self.padded = self._layers("padded")
-
-    def _layers(self, exchange: str) -> list[EpMoeLayer]:
-        return [
-            EpMoeLayer(SwiGluExperts(own["gate_up"], own["down"]), group=self.layer_group, exchange=exchange)
-            for own in self.tensors
-        ]
-
-    def expert_rows(self, layer: int, expert: int) -> dict[str, Tensor]:
-        """Weights of a logical expert, drawn anew: the same wherever and whenever."""
-        sizes = self.sizes
-        generator = torch.Generator(self.device).manual_seed(layer * 100_003 + expert)
+    def rows(self, layer: int, expert: int) -> dict[str, Tensor]:
+        """`gate_up [2 I, H]` and `down [H, I]` of one expert."""
+        kept = self._kept.get((layer, expert))
+        if kept is not None:
+            return kept
+        seed = (self.seed * 1_009 + layer) * 100_003 + expert
+        generator = torch.Generator(self.device).manual_seed(seed)
 
         def draw(rows: int, columns: int) -> Tensor:
             values = torch.randn((rows, columns), generator=generator, device=self.device, dtype=self.dtype)
             return values.mul_(columns**-0.5)
 
+        drawn = {
+            "gate_up": draw(2 * self.intermediate, self.hidden),
+            "down": draw(self.hidden, self.intermediate),
+        }
+        if self.keep:
+            self._kept[layer, expert] = drawn
+        return drawn
+
+    def empty(self, num_slots: int) -> dict[str, Tensor]:
+        """Tensors for the weights of `num_slots` slots, not filled."""
+        wide = (num_slots, 2 * self.intermediate, self.hidden)
+        narrow = (num_slots, self.hidden, self.intermediate)
         return {
-            "gate_up": draw(2 * sizes.intermediate, sizes.hidden),
-            "down": draw(sizes.hidden, sizes.intermediate),
+            "gate_up": torch.empty(wide, dtype=self.dtype, device=self.device),
+            "down": torch.empty(narrow, dtype=self.dtype, device=self.device),
         }
 
-    def hidden(self, tokens: int, seed: int) -> Tensor:
-        """`[T, H]` of this rank."""
-        generator = torch.Generator(self.device).manual_seed(seed * 64 + self.rank)
-        shape = (tokens, self.sizes.hidden)
-        return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+    def output(self, layer: int, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """`sum_k weights[t, k] * expert[ids[t, k]](hidden[t])`: `hidden [T, H]`, logical `ids [T, K]` (-1: none) ->
+        fp32 `[T, H]`."""
+        out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        found = ids.flatten()
+        order = found.argsort(stable=True)
+        tokens = order // ids.shape[1]
+        factors = weights.flatten()[order, None]
+        start = 0
+        for expert, count in enumerate(torch.bincount(found + 1).tolist(), start=-1):
+            own = slice(start, start + count)
+            start += count
+            if expert >= 0 and count:
+                rows = self.rows(layer, expert)
+                product = expert_mlp(hidden[tokens[own]], rows["gate_up"], rows["down"]).float()
+                out.index_add_(0, tokens[own], product * factors[own])
+        return out
 
-    def logits(self, tokens: int, step: int) -> Tensor:
-        """`[L, T, E]` of this rank and step."""
-        return torch.stack([self.source.logits(n, tokens, step) for n in range(self.sizes.num_layers)])
-
-    def forward(
-        self, layers: list[EpMoeLayer], hidden: Tensor, logits: Tensor
-    ) -> tuple[Tensor, list[RoutingOutput]]:
-        """All layers, each added to its input and normalised. Returns the last output and the routings."""
-        routings = []
-        for number, layer in enumerate(layers):
-            routing = self.router(logits[number], number)
-            hidden = torch.nn.functional.rms_norm(hidden + layer(hidden, routing), (hidden.shape[1],))
-            routings.append(routing)
-        return hidden, routings
-
-    def check(self, layers: list[EpMoeLayer], layer: int, hidden: Tensor, logits: Tensor) -> float:
-        """Relative error of one layer's output against logical experts in this process (its own tokens). Collective."""
-        routing = self.router(logits[layer], layer, count=False)
-        assert routing.logical_ids is not None
-        out = layers[layer](hidden, routing).float()
-        wanted = torch.zeros_like(out)
-        for expert in range(self.sizes.num_experts):
-            tokens, columns = (routing.logical_ids == expert).nonzero(as_tuple=True)
-            if len(tokens):
-                rows = self.expert_rows(layer, expert)
-                product = expert_mlp(hidden[tokens], rows["gate_up"], rows["down"]).float()
-                wanted.index_add_(0, tokens, product * routing.weights[tokens, columns, None])
-        return float((out - wanted).norm() / wanted.norm().clamp(min=1e-30))
-
-    def take_loads(self) -> NDArray[np.float64]:
-        """Counts `[L, E]` of all ranks since the last take. Collective."""
-        counts = self.counters.take().cpu()
-        torch_dist.all_reduce(counts, group=self.vote_group)
-        return counts.numpy().astype(np.float64)
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def wrong_slots(self, tensors: list[dict[str, Tensor]], live: Placement, rank: int) -> Tensor:
+        """Slots of `rank` over all layers whose weights differ in a bit from those of the expert that `live` places
+        there: int64 scalar on the device. `tensors`: by layer, as `empty` makes them."""
+        wrong = torch.zeros((), dtype=torch.int64, device=self.device)
+        for layer, own in enumerate(tensors):
+            for slot, expert in enumerate(local_experts(live, layer, rank)):
+                rows = self.rows(layer, expert)
+                wrong += torch.stack([(own[name][slot] != rows[name]).any() for name in rows]).any()
+        return wrong
 
 
-class GraphStep:
-    """The whole forward pass of `tokens` rows as one CUDA graph (eager on the CPU)."""
-
-    def __init__(self, model: BenchModel, tokens: int, *, num_inputs: int = 4) -> None:
-        self.model = model
-        self.inputs = [model.logits(tokens, 1000 + i) for i in range(num_inputs)]
-        self.hidden = model.hidden(tokens, 5)
-        self.logits = self.inputs[0].clone()
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.output: Tensor | None = None
-        if model.device.type != "cuda":
-            return
-        stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                model.forward(model.padded, self.hidden, self.logits)
-        torch.cuda.current_stream().wait_stream(stream)
-        model.synchronize()
-        torch_dist.barrier(group=model.vote_group)
-        self.graph = torch.cuda.CUDAGraph()
-        # Other threads (NCCL's and the mover's watchdogs) go on querying events meanwhile.
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.output, _ = model.forward(model.padded, self.hidden, self.logits)
-
-    def run(self, step: int) -> None:
-        """One forward pass on this step's logits."""
-        self.logits.copy_(self.inputs[step % len(self.inputs)])
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            self.output, _ = self.model.forward(self.model.padded, self.hidden, self.logits)
+def local_experts(placement: Placement, layer: int, rank: int) -> list[int]:
+    """Logical expert of each of the slots of `rank`."""
+    first = rank * placement.num_local_slots
+    experts: list[int] = placement.physical_to_logical[layer][
+        first : first + placement.num_local_slots
+    ].tolist()
+    return experts
 
 
-class StepClock:
-    """Times of steps: device events on CUDA (each step ends where the next begins), the host's clock elsewhere. Bounds
-    how far the host runs ahead, as an engine that reads its samples does."""
+def relative_error(out: Tensor, wanted: Tensor) -> Tensor:
+    """Norm of the difference over the norm of `wanted`: fp32 scalar on the device."""
+    error: Tensor = (out.float() - wanted).norm() / wanted.norm().clamp(min=1e-30)
+    return error
 
-    def __init__(self, device: torch.device, *, ahead: int = 2) -> None:
-        self._cuda = device.type == "cuda"
-        self._ahead = ahead
-        self._marks: list[torch.cuda.Event] = []
-        self._times: list[float] = []
 
-    def mark(self) -> None:
-        """A step begins (call once more after the last)."""
-        if not self._cuda:
-            self._times.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._marks.append(event)
-        if len(self._marks) > self._ahead:
-            self._marks[-1 - self._ahead].synchronize()
+class WorstError:
+    """The largest relative error of many outputs, kept on the device without a host sync."""
 
-    def milliseconds(self) -> NDArray[np.float64]:
-        """Time of each step."""
-        if not self._cuda:
-            return np.diff(np.array(self._times)) * 1e3
-        torch.cuda.synchronize()
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        return np.array([a.elapsed_time(b) for a, b in pairs])  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device) -> None:
+        self.checks = 0
+        self._worst = torch.zeros((), device=device)
+        self._broken = torch.zeros((), dtype=torch.int64, device=device)
+
+    def add(self, out: Tensor, wanted: Tensor) -> None:
+        """Compare one output with what was wanted."""
+        error = relative_error(out, wanted)
+        self._broken += (~torch.isfinite(error)).long()
+        self._worst = torch.maximum(self._worst, torch.nan_to_num(error))
+        self.checks += 1
+
+    def own(self) -> float:
+        """This rank's; infinite if an output was not a number."""
+        return float("inf") if int(self._broken) else float(self._worst)

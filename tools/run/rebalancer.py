@@ -1,4 +1,4 @@
-"""The rebalancers of `bench_ep.py`: a real one for every cell, started ahead where there are cores to spare."""
+"""`evenroute rebalancer` as a child process: the only way in which stress runs and benches start one."""
 
 from __future__ import annotations
 
@@ -8,115 +8,132 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from evenroute.tools.run.folder import RunFolder, end_with_parent
 
 START_LIMIT_S = 90.0
 COMPILE_LIMIT_S = 300.0
 STOP_LIMIT_S = 10.0
-MIN_GAIN = 0.01
-"""A second plan for the same traffic gains nothing but sampling noise: it is not published."""
-
-SETTINGS = """[rebalancer]
-bind = {bind}
-store = {store}
-ready_file = {ready}
-log_level = "warning"
-[planner]
-interval = {windows}
-interval_unit = "windows"
-policy = "{policy}"
-min_gain = {min_gain}
-"""
+WARM_UP = "from evenroute.eplb.planner.warm_up import warm_up; warm_up()"
+# torchrun's: a process beside the ranks must not join their job.
+RANK_VARIABLES = ("RANK", "WORLD_SIZE")
 
 
-class CellRebalancer:
-    """`evenroute rebalancer` in a temporary folder, for one cell."""
+class ChildRebalancer:
+    """A rebalancer process with a temporary folder of its own. Both end with `close`, or with this process.
 
-    def __init__(self, policy: str, windows: int) -> None:
-        """Starts it and returns at once."""
-        self._temporary = RunFolder()
-        self._folder = self._temporary.path
-        self.address = f"ipc://{self._folder}/r.sock"
-        self._ready, self._log = self._folder / "ready.json", self._folder / "log"
-        config = self._folder / "rebalancer.toml"
-        paths = {"bind": self.address, "store": f"{self._folder}/run.db", "ready": str(self._ready)}
-        quoted = {name: json.dumps(text) for name, text in paths.items()}
-        config.write_text(SETTINGS.format(**quoted, windows=windows, policy=policy, min_gain=MIN_GAIN))
-        # Ranks set torchrun's variables; a process beside them shall not join the job.
-        environment = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        command = [sys.executable, "-m", "evenroute.tools", "rebalancer", "--config", str(config)]
+    `address` is what ranks connect to, `store` its SQLite file, `pid` the process.
+    """
+
+    def __init__(self, planner: Mapping[str, str | float], *, store: Path | None = None) -> None:
+        """Start it and return at once; `wait_ready` says when it serves.
+
+        `planner`: keys of the table [planner] of its settings. `store`: keep the history there, not in the folder.
+        """
+        self._folder = RunFolder()
+        path = self._folder.path
+        self.address = f"ipc://{path}/r.sock"
+        self.store = (path / "run.db" if store is None else store).absolute()
+        self._ready, self._log = path / "ready.json", path / "log"
+        process = {
+            "bind": self.address,
+            "store": str(self.store),
+            "ready_file": str(self._ready),
+            "log_level": "warning",
+        }
+        settings = path / "rebalancer.toml"
+        settings.write_text(_table("rebalancer", process) + _table("planner", planner))
+        environment = {name: text for name, text in os.environ.items() if name not in RANK_VARIABLES}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, preexec_fn=end_with_parent
+                [sys.executable, "-m", "evenroute.tools", "rebalancer", "--config", str(settings)],
+                stdout=log,
+                stderr=log,
+                env=environment,
+                preexec_fn=end_with_parent,
+                process_group=0,  # the terminal's Ctrl-C ends the run, which then ends its rebalancer
             )
+        self.pid = self._process.pid
 
     def wait_ready(self) -> None:
-        """Until it serves; RuntimeError with its last line if it does not."""
+        """Wait until it serves; RuntimeError with the last line of its log if it does not within 90 s."""
         deadline = time.monotonic() + START_LIMIT_S
         while not self._ready.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the rebalancer did not start: {self.last_line()}")
+                last = " ".join(self._log.read_text().strip().splitlines()[-1:])
+                self.close()
+                raise RuntimeError(f"the rebalancer did not start: {last or 'no message'}")
             time.sleep(0.02)
 
-    def last_line(self) -> str:
-        """Of its log."""
-        return " ".join(self._log.read_text().strip().splitlines()[-1:]) or "no message"
-
-    def signal_end(self) -> None:
-        """Ask it to end."""
+    def terminate(self) -> None:
+        """Ask it to end, without waiting."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def close(self) -> None:
-        """End it; its folder goes, too."""
-        self.signal_end()
+        """SIGTERM, SIGKILL after 10 s, then the folder is removed. May be called twice."""
+        self.terminate()
         try:
             self._process.wait(STOP_LIMIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(STOP_LIMIT_S)
-        self._temporary.remove()
+        self._folder.remove()
+
+    def __enter__(self) -> Self:
+        self.wait_ready()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
 
-class Rebalancers:
-    """One for every cell in turn; rank 0 alone has them."""
+def _table(name: str, keys: Mapping[str, str | float]) -> str:
+    return "".join([f"[{name}]\n", *(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())])
 
-    def __init__(self, policies: list[str], windows: int) -> None:
-        self._policies, self._windows = policies, windows
+
+class RebalancerSeries:
+    """One rebalancer for each of several jobs in turn, the next started ahead where there are cores to spare."""
+
+    def __init__(self, planners: list[Mapping[str, str | float]]) -> None:
+        """`planners`: as of `ChildRebalancer`, by job. The planner is compiled beside all that happens meanwhile."""
+        self._planners = planners
         self._ahead = (os.cpu_count() or 1) >= 8
-        self._started: dict[int, CellRebalancer] = {}
-        # Compiled once, beside everything that happens meanwhile.
-        code = "from evenroute.eplb.planner.warm_up import warm_up; warm_up()"
-        self._compiling = subprocess.Popen([sys.executable, "-c", code], preexec_fn=end_with_parent)
+        self._started: dict[int, ChildRebalancer] = {}
+        self._compiling = subprocess.Popen([sys.executable, "-c", WARM_UP], preexec_fn=end_with_parent)
 
     def wait_compiled(self) -> None:
-        """Until the planner comes from the cache; subprocess.TimeoutExpired beyond all reason."""
+        """Wait until the planner comes from the cache; subprocess.TimeoutExpired after 300 s."""
         self._compiling.wait(COMPILE_LIMIT_S)
 
-    def address(self, cell: int) -> str:
-        """The one of this cell serves when this returns; that of the next cell is on its way."""
-        for number in (cell, cell + 1) if self._ahead else (cell,):
-            if number < len(self._policies) and number not in self._started:
-                self._started[number] = CellRebalancer(self._policies[number], self._windows)
-        self._started[cell].wait_ready()
-        return self._started[cell].address
+    def address(self, job: int) -> str:
+        """Address of this job's rebalancer, which serves when this returns; the next job's may be starting."""
+        for number in (job, job + 1) if self._ahead else (job,):
+            if number < len(self._planners) and number not in self._started:
+                self._started[number] = ChildRebalancer(self._planners[number])
+        self._started[job].wait_ready()
+        return self._started[job].address
 
-    def done(self, cell: int) -> None:
-        """The cell is over."""
-        self._started[cell].signal_end()
+    def done(self, job: int) -> None:
+        """The job is over: its rebalancer may end."""
+        self._started[job].terminate()
 
     def close(self) -> None:
         """End all."""
         if self._compiling.poll() is None:
             self._compiling.kill()
         for one in self._started.values():
-            one.signal_end()
+            one.terminate()
         for one in self._started.values():
             one.close()
 
-    def __enter__(self) -> Rebalancers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

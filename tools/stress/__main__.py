@@ -13,6 +13,7 @@ import os
 import sys
 
 from evenroute.tools.errors import fail, one_line_errors
+from evenroute.tools.run.launch import launch, require_torch
 from evenroute.tools.stress.options import parse_options
 
 LAUNCHER_FLAG = "--nproc-per-node"
@@ -36,8 +37,8 @@ def split_launcher_flag(argv: list[str]) -> tuple[int, list[str]]:
 
 def _start_torchrun(ranks: int, argv: list[str]) -> None:
     parse_options(argv, ep_size=ranks)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", LAUNCHER_FLAG, str(ranks)]
-    os.execv(sys.executable, [*command, "-m", "evenroute.tools.stress", *argv])
+    require_torch("stress")
+    launch("evenroute.tools.stress", argv, ranks)
 
 
 def _check_hosts(rebalancer: str, world_size: int) -> None:

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from evenroute.dist.wire.address import parse_address
 from evenroute.dist.wire.keys import load_client_keys
-from evenroute.eplb.files.counts import read_logical_count
+from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.file import load_placement
 from evenroute.eplb.placement.models import MODEL_SHAPES, ModelShape
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.settings.modes import DISPATCH_MODES, MODES
 from evenroute.tools.errors import fail
 
 ROUTINGS = ("fake", "uniform", "round-robin", "zipf", "trace")
-DISPATCHES = ("auto", "static", "dynamic", "dynamic-hash", "rank_invariant", "weighted")
-# `tokens="shared"` allows only dispatch that is a pure function of the row (design, "Dispatch").
-SHARED_DISPATCHES = ("auto", "rank_invariant", "weighted")
+DISPATCHES = ("auto", *DISPATCH_MODES, "dynamic-hash")
+SHARED_DISPATCHES = ("auto", *dict.fromkeys(mode.dispatch for mode in MODES if "shared" in mode.tokens))
 # These follow the shares that a placement carries; the others divide an expert's tokens evenly.
-SHARE_DISPATCHES = ("auto", "weighted")
+SHARE_DISPATCHES = ("auto", *dict.fromkeys(mode.dispatch for mode in MODES if mode.weighted))
 SHARE_POLICIES = ("auto", "weighted")
 POLICIES = ("auto", "global", "hierarchical", "incremental", "weighted")
+# Fields of settings whose flag has another name, and all that have one.
+_FLAGS = {"num_layers": "layers", "num_logical_experts": "num_experts"}
+_FIELDS = re.compile(
+    r"(?<![-\w])(?:num_(?:layers|logical_experts|experts|groups|redundant_experts|nodes)|top_k|topk_group)\b"
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,7 @@ class StressOptions:
 
     routing: str
     shape: ModelShape
+    router: RouterConfig
     topology: Topology
     steps: int
     tokens: int
@@ -56,8 +66,9 @@ class StressOptions:
     record_dir: Path | None = None
 
     @property
-    def num_slots(self) -> int:
-        return self.shape.num_logical_experts + self.shape.num_redundant_experts
+    def window_steps(self) -> int:
+        """Steps between two takes of the counts: about three windows to a plan."""
+        return max(1, self.interval_steps // 3)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -132,53 +143,42 @@ def _within(name: str, value: float, least: float, most: float) -> None:
 
 
 def _shape(args: argparse.Namespace) -> ModelShape:
-    """The model's shape with the explicit flags over it; refuses numbers that can't be routed."""
+    """The model's shape with the flags given over it."""
     base = MODEL_SHAPES[args.model]
+    flags = {
+        "num_layers": args.layers,
+        "num_logical_experts": args.num_experts,
+        "top_k": args.top_k,
+        "num_groups": args.num_groups,
+        "topk_group": args.topk_group,
+        "num_redundant_experts": args.num_redundant_experts,
+    }
+    given = {name: value for name, value in flags.items() if value is not None}
+    if given.get("num_logical_experts", base.num_logical_experts) != base.num_logical_experts:
+        given.setdefault("num_redundant_experts", 0)
+    return replace(base, num_shared_experts=0, **given)
 
-    def pick(flag: int | None, default: int) -> int:
-        return default if flag is None else flag
 
-    layers = pick(args.layers, base.num_layers)
-    experts = pick(args.num_experts, base.num_logical_experts)
-    top_k = pick(args.top_k, base.top_k)
-    groups = pick(args.num_groups, base.num_groups)
-    kept = pick(args.topk_group, base.topk_group)
-    default_redundant = base.num_redundant_experts if experts == base.num_logical_experts else 0
-    redundant = pick(args.num_redundant_experts, default_redundant)
-    _within("layers", layers, 1, 4096)
-    _within("num-experts", experts, 1, 2048)
-    _within("top-k", top_k, 1, 32)
-    _within("num-groups", groups, 1, experts)
-    _within("topk-group", kept, 1, groups)
-    _within("num-redundant-experts", redundant, 0, 1 << 20)
-    shape = replace(
-        base,
-        num_layers=layers,
-        num_logical_experts=experts,
-        top_k=top_k,
-        num_groups=groups,
-        topk_group=kept,
-        num_shared_experts=0,
-        num_redundant_experts=redundant,
+def _router(shape: ModelShape) -> RouterConfig:
+    return RouterConfig(
+        num_experts=shape.num_logical_experts,
+        top_k=shape.top_k,
+        scoring=shape.scoring,
+        num_groups=shape.num_groups,
+        topk_group=shape.topk_group,
+        renormalize=shape.renormalize,
+        routed_scaling_factor=shape.routed_scaling_factor,
     )
-    check_groups(shape)
-    return shape
 
 
-def check_groups(shape: ModelShape) -> None:
-    """The design's rules for groups, told before torch is imported."""
-    experts, groups, kept, top_k = shape.num_logical_experts, shape.num_groups, shape.topk_group, shape.top_k
-    numbers = f"experts {experts}, groups {groups}, kept groups {kept}, top-k {top_k}"
-    if groups < 1 or experts % groups:
-        raise ValueError(
-            f"--num-groups: found {groups}, expected a divisor of the {experts} experts ({numbers})"
-        )
-    if groups > 1 and shape.use_bias and experts // groups < 2:
-        raise ValueError(f"--num-groups: found {groups}, expected at least 2 experts a group ({numbers})")
-    if not 1 <= kept <= groups:
-        raise ValueError(f"--topk-group: found {kept}, expected 1 to {groups} ({numbers})")
-    if not 1 <= top_k <= kept * experts // groups:
-        raise ValueError(f"--top-k: found {top_k}, expected 1 to {kept * experts // groups} ({numbers})")
+@contextmanager
+def _flags_named() -> Iterator[None]:
+    """Errors of settings name their fields: here by the flags that set them."""
+    try:
+        yield
+    except ValueError as error:
+        text = _FIELDS.sub(lambda found: f"--{_FLAGS.get(found[0], found[0]).replace('_', '-')}", str(error))
+        raise ValueError(text) from None
 
 
 def _check_loads(args: argparse.Namespace, shape: ModelShape) -> None:
@@ -200,12 +200,12 @@ def _check_loads(args: argparse.Namespace, shape: ModelShape) -> None:
             )
 
 
-def _check_start(args: argparse.Namespace, shape: ModelShape, num_slots: int, topology: Topology) -> None:
+def _check_start(args: argparse.Namespace, shape: ModelShape, topology: Topology) -> None:
     """What the placements and inputs of this shape allow."""
     if args.init_placement is not None:
         placement, _ = load_placement(args.init_placement)
         found = (placement.num_layers, placement.num_logical_experts, placement.num_slots, placement.topology)
-        wanted = (shape.num_layers, shape.num_logical_experts, num_slots, topology)
+        wanted = (shape.num_layers, shape.num_logical_experts, shape.num_slots, topology)
         if found != wanted:
             raise ValueError(
                 f"--init-placement: {args.init_placement} has layers, experts, slots, topology {found}, "
@@ -253,7 +253,6 @@ def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
     Raises ValueError (one line: flag, found, expected); unknown flags end the process with status 2.
     """
     args = build_parser().parse_args(argv)
-    shape = _shape(args)
     for name, value, least, most in (
         ("steps", args.steps, 1, 10**9),
         ("tokens", args.tokens, 0, 1 << 24),
@@ -262,14 +261,15 @@ def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
         ("agree-every", args.agree_every, 1, 10**6),
         ("step-delay", args.step_delay, 0, 3600),
         ("seed", args.seed, 0, 2**32),
-        ("num-nodes", args.num_nodes, 1, ep_size),
     ):
         _within(name, value, least, most)
-    topology = Topology(ep_size, args.num_nodes)
-    num_slots = shape.num_logical_experts + shape.num_redundant_experts
-    Placement.initial(1, shape.num_logical_experts, num_slots, topology)
+    with _flags_named():
+        shape = _shape(args)
+        router = _router(shape)
+        topology = Topology(ep_size, args.num_nodes)
+        Placement.initial(shape.num_layers, shape.num_logical_experts, shape.num_slots, topology)
     _check_loads(args, shape)
-    _check_start(args, shape, num_slots, topology)
+    _check_start(args, shape, topology)
     if args.token_mode == "shared" and args.dispatch not in SHARED_DISPATCHES:
         raise ValueError(
             f"--dispatch: found {args.dispatch} with --token-mode shared, expected {' or '.join(SHARED_DISPATCHES)}"
@@ -285,6 +285,7 @@ def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
     return StressOptions(
         routing=args.routing,
         shape=shape,
+        router=router,
         topology=topology,
         steps=args.steps,
         tokens=args.tokens,

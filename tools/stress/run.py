@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -17,38 +16,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from evenroute.dist.rank.agent import AgentConfig, RankAgent, StepResult
 from evenroute.dist.weights.mover import TablesOnly
-from evenroute.eplb.files.counts import read_logical_count
+from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.file import load_placement
 from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.planner.warm_up import warm_up
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.output import RoutingOutput
 from evenroute.routing.router import Router
-from evenroute.routing.settings.config import RouterConfig
 from evenroute.routing.simulated.source import LogitSource
 from evenroute.routing.tables.tables import DispatchTables
+from evenroute.tools.run.ranks import pick_device, share_text
+from evenroute.tools.run.rebalancer import ChildRebalancer
 from evenroute.tools.stress.checks import Finding, StepChecks, stored_counts
 from evenroute.tools.stress.measure import ForwardCost, SegmentRecorder
 from evenroute.tools.stress.moe import MoeStress
 from evenroute.tools.stress.options import StressOptions
-from evenroute.tools.stress.rebalancer import OwnRebalancer, share_text, windows_per_plan
 from evenroute.tools.stress.report import headline, key_label, print_report, segment_rows, write_report
 
 MEET_LIMIT_S = 60.0  # as the agents' votes
 RESHUFFLE_SEED = 7919  # any number other than the run's own seed
-
-
-def router_config(options: StressOptions) -> RouterConfig:
-    """The router of the model shape that the flags describe."""
-    shape = options.shape
-    return RouterConfig(
-        num_experts=shape.num_logical_experts,
-        top_k=shape.top_k,
-        scoring=shape.scoring,
-        num_groups=shape.num_groups,
-        topk_group=shape.topk_group,
-        renormalize=shape.renormalize,
-        routed_scaling_factor=shape.routed_scaling_factor,
-    )
 
 
 def start_placement(options: StressOptions) -> Placement:
@@ -56,20 +42,27 @@ def start_placement(options: StressOptions) -> Placement:
     shape = options.shape
     if options.init_placement is None:
         return Placement.initial(
-            shape.num_layers, shape.num_logical_experts, options.num_slots, options.topology
+            shape.num_layers, shape.num_logical_experts, options.shape.num_slots, options.topology
         )
     placement, _ = load_placement(options.init_placement)
     return placement
 
 
-def pick_device() -> torch.device:
-    """This rank's own GPU where every rank of the host has one, else the CPU."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
+def start_rebalancer(options: StressOptions, console: Console) -> ChildRebalancer:
+    """The run's own rebalancer, serving. The planner is compiled first: the first plan of a short run must not wait
+    for it."""
+    with console.status("compiling the planner (once, then it comes from the cache)"):
+        warm_up()
+    planner: dict[str, str | float] = {
+        "interval": max(1, options.interval_steps // options.window_steps),
+        "interval_unit": "windows",
+        "policy": options.policy,
+    }
+    if options.policy == "hierarchical":
+        planner["num_groups"] = options.shape.num_groups
+    own = ChildRebalancer(planner, store=options.store)
+    own.wait_ready()
+    return own
 
 
 class StressRank:
@@ -85,7 +78,7 @@ class StressRank:
         self.placement = start_placement(options)
         self.tables = DispatchTables(self.placement, ep_rank=self.rank, device=device)
         self.counters = ExpertCounters(shape.num_layers, shape.num_logical_experts, device=device)
-        config = router_config(options)
+        config = options.router
         self.router = Router(
             config,
             self.tables,
@@ -111,7 +104,7 @@ class StressRank:
         bias = torch.zeros(shape.num_logical_experts, device=device) if shape.use_bias else None
         self.bias = self.source.effective_bias(bias)
         self.recorder = SegmentRecorder(
-            shape.num_layers, shape.num_logical_experts, options.num_slots, device
+            shape.num_layers, shape.num_logical_experts, options.shape.num_slots, device
         )
         self.moe: MoeStress | None = None
         if options.moe:
@@ -132,7 +125,6 @@ class StressRank:
 
     def start_agent(self, address: str) -> None:
         """Job start: all ranks agree on run and placement before the first token. `address` "": none."""
-        window_steps, _ = windows_per_plan(self.options.interval_steps)
         tables_only = TablesOnly(self.tables, num_buffers=self.options.shape.num_layers)
         self.agent = RankAgent.start(
             AgentConfig(
@@ -141,7 +133,7 @@ class StressRank:
                 model=self.options.shape.name,
                 top_k=self.options.shape.top_k,
                 shared_counts=self.options.token_mode == "shared",
-                window_steps=window_steps,
+                window_steps=self.options.window_steps,
                 agree_every=self.options.agree_every,
                 close_limit_s=15.0,
                 record_dir="" if self.options.record_dir is None else str(self.options.record_dir),
@@ -242,7 +234,7 @@ class StressRank:
         logits = self.source.logits(layer, tokens, step)
         return self.router(logits, layer, bias=self.bias)
 
-    def report(self, own: OwnRebalancer | None) -> dict[str, Any]:
+    def report(self, own: ChildRebalancer | None) -> dict[str, Any]:
         """The final figures, the same on all ranks. Collective."""
         self.recorder.reduce(self.group)
         findings: list[Finding] = []
@@ -273,7 +265,7 @@ class StressRank:
         report["invariants"] = [asdict(finding) for finding in findings]
         return report
 
-    def _stored(self, own: OwnRebalancer | None) -> Finding:
+    def _stored(self, own: ChildRebalancer | None) -> Finding:
         assert self.agent is not None
         reports = self.rank == 0 or self.options.token_mode == "own"
         unsent = self.agent.unsent()
@@ -296,12 +288,12 @@ def run_rank(options: StressOptions) -> int:
     assert group is not None
     console = Console(width=None if sys.stdout.isatty() else 100)
     rank = StressRank(options, device, group)
-    own: OwnRebalancer | None = None
+    own: ChildRebalancer | None = None
     try:
         address = "" if options.rebalancer == "off" else options.rebalancer
         if options.rebalancer == "start":
             if rank.rank == 0:
-                own = OwnRebalancer.start(options, console)
+                own = start_rebalancer(options, console)
             address = share_text(own.address if own else "", group)
         rank.start_agent(address)
         rank.run(console)
@@ -312,7 +304,7 @@ def run_rank(options: StressOptions) -> int:
         report = rank.report(own)
     finally:
         if own is not None:
-            own.stop()
+            own.close()
     if rank.rank == 0:
         print_report(report, console)
         if options.report is not None:

@@ -22,7 +22,7 @@ RANKS = 64
 READERS = f"""
 import sys
 from evenroute.dist.wire.messages import JobShape
-from evenroute.tools.bench.transport import SimulatedJob
+from evenroute.tools.run.simulated_job import SimulatedJob
 job = SimulatedJob(sys.argv[1], JobShape(92, 64, 1024, {RANKS}, 1, 2, False, "big"), period_s=0.3)
 job.start(120)
 while not all(rank.stored for rank in job.ranks):

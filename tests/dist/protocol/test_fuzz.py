@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from evenroute.dist.protocol.rank import RankCore
-from evenroute.dist.protocol.rebalancer import Phase
+from evenroute.dist.protocol.types import Phase
 from evenroute.dist.wire.messages import MessageError, SnapshotRequest, Up, decode_down, decode_up, encode
 from support.protocol_helpers import JOB, RUN, placement_of, rank_core, replace, status_of, window_of
 from support.protocol_loop import INFO, Loop, running
@@ -148,7 +148,7 @@ def test_a_status_whose_keys_contradict_its_fence_is_refused(fields: dict[str, o
 
 def test_a_placement_under_a_key_of_a_later_epoch_than_its_senders_is_refused() -> None:
     loop = running()
-    message = loop.core._newest_message
+    message = loop.core._published.message(loop.core.view.run, loop.core.epoch)
     assert message is not None
     assert decode_down(encode(message)) == message
     with pytest.raises(MessageError, match=r"placement\.key"):

@@ -2,11 +2,8 @@
 
 import pytest
 
-from evenroute.dist.protocol.rebalancer import (
-    Outgoing,
-    Phase,
-    RebalancerCore,
-)
+from evenroute.dist.protocol.rebalancer import RebalancerCore
+from evenroute.dist.protocol.types import Outgoing, Phase
 from evenroute.dist.wire.messages import (
     NO_KEY,
     Ack,
@@ -16,8 +13,8 @@ from evenroute.dist.wire.messages import (
     Snapshot,
     SnapshotRequest,
     Token,
-    unpack_placement,
 )
+from evenroute.dist.wire.placement import unpack_placement
 from support.memory_store import MemoryStore
 from support.protocol_helpers import (
     JOB,

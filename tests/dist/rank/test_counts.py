@@ -17,7 +17,8 @@ from evenroute.dist.rank.counts import CountTaker
 from evenroute.dist.rank.thread import AgentThread, Take
 from evenroute.dist.wire.address import parse_address
 from evenroute.dist.wire.link import DealerLink
-from evenroute.dist.wire.messages import JobShape, pack_placement
+from evenroute.dist.wire.messages import JobShape
+from evenroute.dist.wire.placement import pack_placement
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters

@@ -236,25 +236,9 @@ def test_long_texts_stay_one_short_line() -> None:
 # -------------------------------------------------------------------------------------- process groups
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        *(({"backend": bad}, "backend must be text, found") for bad in (None, 3, ["gloo"])),
-        *(({"backend": bad}, "backend= | is not one that this torch has") for bad in ("", "glo", "x" * 999)),
-        *(
-            ({"limit_s": bad}, "limit_s must be")
-            for bad in (None, "3", True, [1], math.nan, -1, 0, 1e12, 10**400)
-        ),
-        *(
-            ({"collective_limit_s": bad}, "collective_limit_s must be")
-            for bad in (None, "3", math.inf, 0, -5)
-        ),
-    ],
-)
-def test_join_job_takes(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], words: str) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    refused(words, lambda: join_job(**{"backend": "gloo", "limit_s": 5.0, **changed}))
+@pytest.mark.parametrize("bad", ["", "glo", "x" * 999])
+def test_join_job_needs_a_backend_that_torch_has(bad: str) -> None:
+    refused("backend= | is not one that this torch has", lambda: join_job(backend=bad, limit_s=5.0))
 
 
 ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -279,13 +263,6 @@ def test_join_job_reads_torchruns_environment(
     else:
         monkeypatch.setenv(name, value)
     refused(words, lambda: join_job(backend="gloo", limit_s=5.0))
-
-
-@pytest.mark.parametrize("bad", NOTHING, ids=lambda value: type(value).__name__)
-def test_new_cpu_group_takes(group: Any, bad: Any) -> None:
-    refused("like must be a process group, found", lambda: new_cpu_group(bad, limit_s=5.0))
-    if not isinstance(bad, float) or math.isnan(bad):
-        refused("limit_s must be", lambda: new_cpu_group(group, limit_s=bad))
 
 
 def test_a_second_close_tells_what_the_first_did(group: Any) -> None:

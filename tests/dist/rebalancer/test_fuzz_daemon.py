@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from evenroute.dist.protocol.rebalancer import Phase
+from evenroute.dist.protocol.types import Phase
 from evenroute.dist.wire.control import RecordRead, RecordStart, RecordStop, StatusRequest, encode_control
 from evenroute.dist.wire.keys import LOCAL_ROLE
-from evenroute.dist.wire.messages import Rows, SnapshotRequest, encode, pack_placement
+from evenroute.dist.wire.messages import Rows, SnapshotRequest, encode
+from evenroute.dist.wire.placement import pack_placement
 from evenroute.dist.wire.recording import RecordReport
 from support.fake_daemon import JOB, RUN, START, bring_up, deliver, make_daemon, status, window
 

@@ -17,7 +17,7 @@ from evenroute.dist.rebalancer.guards import Holder, JobLock, LockHeldError, Sto
 from evenroute.dist.rebalancer.log import LimitedLog
 from evenroute.dist.rebalancer.planner import check_planner
 from evenroute.dist.wire.messages import JobShape
-from evenroute.tools.bench.transport import SimulatedJob
+from evenroute.tools.run.simulated_job import SimulatedJob
 from support.control_plane import LEAST_WAIT_S, RebalancerProcess, child_environment, wait_for
 
 FLAGS = ["--interval", "3600", "--planner", "support.stub_planner:plan"]

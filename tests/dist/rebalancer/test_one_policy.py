@@ -13,7 +13,8 @@ from evenroute.dist.config import PlannerSettings
 from evenroute.dist.rebalancer.decisions import REMEMBERED, LivePolicy, policy_settings
 from evenroute.dist.rebalancer.planner import decide_request
 from evenroute.dist.rebalancer.planner_child import decide
-from evenroute.dist.wire.messages import JobShape, unpack_placement
+from evenroute.dist.wire.messages import JobShape
+from evenroute.dist.wire.placement import unpack_placement
 from evenroute.eplb.analysis.replay import Replay, ReplaySettings
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology

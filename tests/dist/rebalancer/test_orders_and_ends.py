@@ -7,11 +7,12 @@ import time
 import numpy as np
 import pytest
 
-from evenroute.dist.protocol.rebalancer import PlacementInfo
+from evenroute.dist.protocol.types import PlacementInfo
 from evenroute.dist.rebalancer.metrics import gauge_values
 from evenroute.dist.rebalancer.planner_child import PlanReply
 from evenroute.dist.wire.control import Done, PlansOrder, Refused, StatusRequest
-from evenroute.dist.wire.messages import Goodbye, Rows, SnapshotRequest, encode, pack_placement
+from evenroute.dist.wire.messages import Goodbye, Rows, SnapshotRequest, encode
+from evenroute.dist.wire.placement import pack_placement
 from evenroute.tools.commands.status import status_lines
 from support.fake_daemon import JOB, RUN, START, ask, bring_up, deliver, make_daemon, status
 

@@ -7,7 +7,8 @@ import pytest
 
 from evenroute.dist.rebalancer.planner import PlannerError, PlannerProcess, plan_now
 from evenroute.dist.rebalancer.planner_child import PlanRequest
-from evenroute.dist.wire.messages import JobShape, pack_placement, unpack_placement
+from evenroute.dist.wire.messages import JobShape
+from evenroute.dist.wire.placement import pack_placement, unpack_placement
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from support.control_plane import child_environment, patience

@@ -19,7 +19,7 @@ from evenroute.dist.rebalancer.metrics import metric_names
 from evenroute.dist.wire.messages import JobShape
 from evenroute.eplb.dump.reader import DumpReader
 from evenroute.eplb.store.writer import StoreReader
-from evenroute.tools.bench.transport import SimulatedJob
+from evenroute.tools.run.simulated_job import SimulatedJob
 from support.control_plane import (
     LEAST_WAIT_S,
     RebalancerProcess,

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evenroute.dist.wire import messages as m
+from evenroute.dist.wire.placement import pack_placement, unpack_placement
 from support.protocol_helpers import (
     JOB,
     placement_message,
@@ -33,7 +34,7 @@ DOWNS = [
     m.Token(1, 0, 9),
     m.RowsRequest(1, 2),
     m.Snapshot(0, 2, 5),
-    m.Snapshot(0, 2, 5, (1, 1), 7, m.pack_placement(placement_of(seed=1))),
+    m.Snapshot(0, 2, 5, (1, 1), 7, pack_placement(placement_of(seed=1))),
 ]
 
 
@@ -109,7 +110,7 @@ def test_statuses_whose_parts_do_not_fit_each_other_are_refused(fields: dict[str
         m.decode_up(m.encode(replace(rank_core().status(), **fields)))
 
 
-def _window_with(value: int, tokens: int = 8) -> m.Window:
+def _window_with(value: int, tokens: int = 8) -> m.RankWindow:
     counts = np.zeros((JOB.num_layers, JOB.num_logical_experts), "<i8")
     counts[1, 2] = value
     return replace(window_of(1, tokens=tokens), counts=counts.tobytes())
@@ -126,7 +127,7 @@ def _window_with(value: int, tokens: int = 8) -> m.Window:
         (replace(window_of(1), first_step=3), "window.last_step"),
     ],
 )
-def test_windows_with_impossible_shapes_or_counts_are_refused(window: m.Window, name: str) -> None:
+def test_windows_with_impossible_shapes_or_counts_are_refused(window: m.RankWindow, name: str) -> None:
     with pytest.raises(m.MessageError, match=name):
         m.check_window(window, JOB)
 
@@ -149,9 +150,9 @@ def test_only_rank_0_sends_windows_of_a_job_whose_ranks_see_the_same_tokens() ->
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_placements_come_out_with_the_same_digest(seed: int) -> None:
     for placement in (placement_of(seed=seed), with_shares(placement_of(seed=seed), 1)):
-        wire = m.decode_down(m.encode(m.Snapshot(0, 2, 5, (1, 1), 7, m.pack_placement(placement)))).placement
+        wire = m.decode_down(m.encode(m.Snapshot(0, 2, 5, (1, 1), 7, pack_placement(placement)))).placement
         assert wire is not None
-        assert m.unpack_placement(wire, JOB).digest() == placement.digest()
+        assert unpack_placement(wire, JOB).digest() == placement.digest()
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_placements_come_out_with_the_same_digest(seed: int) -> None:
 )
 def test_placements_that_do_not_fit_the_job_are_refused_in_one_line(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError) as refused:
-        m.unpack_placement(replace(m.pack_placement(placement_of()), **fields), JOB)
+        unpack_placement(replace(pack_placement(placement_of()), **fields), JOB)
     assert "\n" not in str(refused.value)
 
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenroute.routing.align.align import AlignBuffers, align_capacity, moe_align_block_size
-from evenroute.routing.align.plan import AlignPlan, launch_align, plan_align
+from evenroute.routing.align.align import moe_align_block_size
+from evenroute.routing.align.plan import AlignBuffers, AlignPlan, align_capacity, launch_align, plan_align
 from support.interpreted import BACKEND, COMPILED, DEVICE
 
 GUARD = 0x5A5A5A5A

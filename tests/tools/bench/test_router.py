@@ -23,7 +23,11 @@ def test_bench_reports_launch_parts_floor_and_torch_steps(capsys: pytest.Capture
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [(["--model", "gpt"], "model='gpt'"), (["--rows", "0"], "rows="), (["--rows", "x"], "rows")],
+    [
+        (["--model", "gpt"], "--model: found 'gpt'"),
+        (["--rows", "0"], "--rows: found '0'"),
+        (["--rows", "1,x"], "--rows: found '1,x'"),
+    ],
 )
 def test_wrong_use_is_one_line(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:

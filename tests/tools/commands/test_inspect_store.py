@@ -13,7 +13,7 @@ from evenroute.eplb.placement.placement import Placement, row_digest
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.plan import plan_placement
 from evenroute.eplb.store.schema import IN_USE_EVENT, encode_in_use
-from evenroute.eplb.store.writer import HistoryStore, JobRow, RankWindow
+from evenroute.eplb.store.writer import HistoryStore, JobRow, RankWindowRow
 from support.command import assert_one_line_error, evenroute, evenroute_without
 from support.foreign_files import random_counts
 
@@ -27,7 +27,7 @@ def add_window(store: HistoryStore, seq: int, counts: np.ndarray, *, now: float,
     part = counts // RANKS
     for rank in range(ranks):
         own = counts - part * (RANKS - 1) if rank == 0 else part
-        window = RankWindow(7, rank, seq, 10 * (seq - 1), 10 * seq - 1, int(own[0].sum()) // TOP_K, own)
+        window = RankWindowRow(7, rank, seq, 10 * (seq - 1), 10 * seq - 1, int(own[0].sum()) // TOP_K, own)
         store.add_windows([window], epoch=EPOCH, now=now)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from evenroute.dist.wire.messages import JobShape
-from evenroute.tools.bench.transport import SimulatedJob
+from evenroute.tools.run.simulated_job import SimulatedJob
 from support.control_plane import RebalancerProcess, child_environment
 
 FLAGS = ["--interval", "3600", "--planner", "support.stub_planner:plan"]

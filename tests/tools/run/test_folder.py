@@ -68,10 +68,9 @@ def test_a_folder_goes_at_the_next_start_when_its_maker_was_killed(temporary: Pa
 def test_the_benchs_rebalancer_ends_with_the_bench(temporary: Path) -> None:
     code = (
         "import time\n"
-        "from evenroute.tools.bench.transport import own_rebalancer\n"
-        "from evenroute.tools.run.folder import RunFolder\n"
-        "with RunFolder() as folder, own_rebalancer(folder, plan_interval_s=1e6) as (address, pid):\n"
-        "    print(pid, flush=True)\n"
+        "from evenroute.tools.run.rebalancer import ChildRebalancer\n"
+        "with ChildRebalancer({'interval': 1e6}) as rebalancer:\n"
+        "    print(rebalancer.pid, flush=True)\n"
         "    time.sleep(600)\n"
     )
     bench = child(code)

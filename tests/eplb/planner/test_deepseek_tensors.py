@@ -1,11 +1,11 @@
-"""DeepSeek's signature, called as its README calls it."""
+"""DeepSeek's signature, called with tensors as its README calls it: the answer is tensors too."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from evenroute.dist.engines.deepseek import rebalance_experts
+from evenroute.eplb.planner.deepseek import rebalance_experts
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.bfloat16])
@@ -40,3 +40,12 @@ def test_bad_loads_are_refused_with_layer_and_expert() -> None:
     weight[1, 3] = float("nan")
     with pytest.raises(ValueError, match="layer 1 expert 3"):
         rebalance_experts(weight, 8, 1, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [torch.ones(2, 8, dtype=torch.complex64), torch.ones(2, 8, device="meta"), torch.ones(2, 8).to_sparse()],
+)
+def test_a_tensor_that_holds_no_loads_is_refused_in_one_line(bad: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"\Aweight must be numbers \[layers, experts\]: [^\n]+\Z"):
+        rebalance_experts(bad, 8, 1, 1, 4)
