@@ -28,7 +28,6 @@ from evenroute.dist.protocol.types import (
 )
 from evenroute.dist.protocol.view import RunView
 from evenroute.dist.wire.messages import (
-    Goodbye,
     JobShape,
     RankStatus,
     RankWindow,
@@ -94,8 +93,7 @@ class RebalancerCore:
                 return self._guarded(self._receive_rows, message, now)
             case SnapshotRequest():
                 return self._guarded(self._receive_snapshot_request, peer, message, now)
-            case Goodbye():
-                return []  # the driver's: nothing of the protocol depends on it
+        return []  # a goodbye is the driver's: nothing of the protocol depends on it
 
     def receive_windows(self, windows: Sequence[tuple[Peer, RankWindow]]) -> list[Outgoing]:
         """Take many windows in one store transaction (acknowledged when it is committed)."""
