@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import urllib.request
 
 import pytest
@@ -15,9 +15,9 @@ import zmq
 
 from evenroute.dist.client import ControlClient, UnreachableError, query_status
 from evenroute.dist.wire.address import parse_address
-from evenroute.dist.wire.control import StatusAnswer, StatusRequest
-from evenroute.dist.wire.messages import JobShape
-from evenroute.tools.run.simulated_job import SimulatedJob
+from evenroute.dist.wire.control import Done, StatusAnswer, StatusRequest, encode_control
+from evenroute.dist.wire.link import DealerLink
+from evenroute.dist.wire.messages import JobShape, SnapshotRequest, decode_down, encode
 from support.control_plane import RebalancerProcess, child_environment, wait_for
 from support.fake_control import FakeControl, status
 from support.ports import free_port
@@ -39,17 +39,15 @@ def test_ranks_operators_and_metrics_over_ipv6(tmp_path):
     flags = [*FLAGS, "--metrics-bind", "[::1]:0"]
     with RebalancerProcess(tmp_path, bind="tcp://[::1]:0", flags=flags) as rebalancer:
         assert rebalancer.address.startswith("tcp://[::1]:")
-        job = SimulatedJob(rebalancer.address, JobShape(3, 8, 12, 2, 1, 2, False, "six"), period_s=0.2)
+        link = DealerLink(parse_address(rebalancer.address, field="f"), keys=None, max_message_bytes=1 << 20)
         try:
-
-            def heard():
-                job.turn(0.01)
-                return all(rank.heard_s_ago is not None for rank in rebalancer.status().ranks or [None])
-
-            wait_for(lambda: rebalancer.status().ep_size == 2 or job.turn(0.05), 60, "the job")
-            wait_for(heard, 60, "both ranks")
+            request = encode(SnapshotRequest(0, 7, JobShape(3, 8, 12, 2, 1, 2, False, "six")))
+            wait_for(lambda: link.send(request), 60, "a rank's connection")
+            answer = wait_for(lambda: next(link.receive(1), None), 60, "an answer")
+            assert decode_down(answer[0]).nonce == 7
         finally:
-            job.close()
+            link.close(linger_ms=0)
+        assert rebalancer.status().state == "serving"
         metrics = json.loads(rebalancer.ready.read_text())["metrics"]
         assert metrics.startswith("[::1]:")
         assert (
@@ -127,7 +125,6 @@ def test_a_client_outlives_the_rebalancers_it_asks(tmp_path):
         for _ in range(4):
             with FakeControl(tmp_path, [status()]):
                 wait_for(lambda: ask() == "StatusAnswer", 60, "an answer")
-            os.unlink(f"{tmp_path}/fake.sock") if os.path.exists(f"{tmp_path}/fake.sock") else None
             assert ask() == "none"
         client.stdin.close()
         assert client.wait(timeout=60) == 0
@@ -147,8 +144,6 @@ def test_a_late_answer_is_never_taken_for_the_next_ones(tmp_path):
                 client.ask(StatusRequest())
             assert router.poll(10_000)
             peer, tag, _ = router.recv_multipart()  # answered too late, below
-            from evenroute.dist.wire.control import Done, encode_control
-
             client._timeout_s = 30.0
             router.send_multipart([peer, tag, encode_control(Done("late"))])
 
@@ -156,8 +151,6 @@ def test_a_late_answer_is_never_taken_for_the_next_ones(tmp_path):
                 assert router.poll(30_000)
                 asker, mark, _ = router.recv_multipart()
                 router.send_multipart([asker, mark, encode_control(StatusAnswer(status()))])
-
-            import threading
 
             server = threading.Thread(target=serve)
             server.start()
