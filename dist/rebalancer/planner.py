@@ -28,7 +28,8 @@ from evenroute.eplb.planner.policy import PolicySettings, Question
 _CHILD = "evenroute.dist.rebalancer.planner_child"
 _MAX_REPLY_BYTES = 64 * 1024 * 1024
 CHECK_LIMIT_S = 60.0
-START_LIMIT_S = 300.0  # until a child is ready; a first compilation takes a minute on a busy host
+IMPORT_LIMIT_S = 300.0  # until a planner of one's own is imported
+COMPILE_LIMIT_S = 3600.0  # until the policy is compiled: never the planner's fault, however busy the host
 
 
 def plan_request(
@@ -122,7 +123,9 @@ class PlannerProcess:
 
     def remaining_s(self) -> float | None:
         """Seconds until the time limit; None when idle."""
-        limit_s = self._time_limit_s if self._ready else START_LIMIT_S
+        limit_s = self._time_limit_s
+        if not self._ready:
+            limit_s = IMPORT_LIMIT_S if self._function else COMPILE_LIMIT_S
         return None if not self.busy else self._started_at + limit_s - time.monotonic()
 
     def receive(self) -> PlanReply | None:

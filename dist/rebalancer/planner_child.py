@@ -26,7 +26,7 @@ from evenroute.eplb.loads.balance import Balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.joint import Expected
-from evenroute.eplb.planner.policy import PolicySettings, Question, answer
+from evenroute.eplb.planner.policy import PolicySettings, Question, RebalancePolicy, answer
 
 LENGTH_BYTES = 4
 
@@ -189,8 +189,27 @@ def _warm_up(function: str) -> None:
             importlib.import_module(function.partition(":")[0])
         if not function or function.startswith("evenroute."):
             importlib.import_module("evenroute.eplb.planner.warm_up").warm_up()
+        if not function:
+            _decide_tiny_cases()
     except Exception as error:  # each request will fail with the same, and be answered with it
         print(f"planner {function}: {error}", file=sys.stderr)
+
+
+def _decide_tiny_cases() -> None:
+    """Have the policy decide all that it can, so that whatever it needs is compiled (for the types that it meets)."""
+    for nodes, settings in (
+        (1, PolicySettings()),
+        (1, PolicySettings(uneven_shares=False)),
+        (2, PolicySettings(hierarchical=True, num_groups=2)),
+    ):
+        topology = Topology(4, nodes)
+        placement = Placement.initial(2, 8, 12, topology)
+        policy = RebalancePolicy(topology, 12, settings)
+        rng = np.random.default_rng(0)
+        for _ in range(6):
+            counts = rng.poisson(100_000 * rng.dirichlet(np.full(8, 0.3), 2)).astype(np.int64)
+            decision = policy.decide(counts, placement)
+            placement = placement if decision.plan is None else decision.plan.placement
 
 
 def _die_with_parent() -> None:

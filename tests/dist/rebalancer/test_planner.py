@@ -1,5 +1,8 @@
 """The planner in its own process: a plan comes back; exception, hang, crash and garbage are told apart and survived."""
 
+import subprocess
+import sys
+import textwrap
 import time
 
 import numpy as np
@@ -93,3 +96,44 @@ def test_a_request_and_its_reading_never_wait(planner, tmp_path):
     assert time.monotonic() - began < 1.5 * patience(), "less than the plan's limit"
     planner.close()
     assert planner.pid is None
+
+
+@pytest.mark.slow
+def test_a_warmed_up_child_compiles_nothing_more():
+    """Compilation is over before the child says that it is ready, so it never counts against a plan's time limit."""
+    code = """
+        import msgspec, numba.core.event, numpy as np
+        from evenroute.dist.rebalancer.planner import decide_request
+        from evenroute.dist.rebalancer.planner_child import DecideRequest, _warm_up, decide
+        from evenroute.dist.wire.messages import JobShape
+        from evenroute.dist.wire.placement import unpack_placement
+        from evenroute.eplb.placement.placement import Placement
+        from evenroute.eplb.placement.topology import Topology
+        from evenroute.eplb.planner.policy import PolicySettings, RebalancePolicy
+        _warm_up("")
+        sizes, moved = (3, 16, 24), 0
+        with numba.core.event.install_recorder("numba:compile") as recorder:
+            for nodes, settings in (
+                (1, PolicySettings()),
+                (1, PolicySettings(uneven_shares=False)),
+                (2, PolicySettings(hierarchical=True, num_groups=4)),
+            ):
+                placement = Placement.initial(*sizes, Topology(8, nodes))
+                policy = RebalancePolicy(Topology(8, nodes), sizes[2], settings)
+                rng = np.random.default_rng(1)
+                for cycle in range(8):
+                    counts = rng.poisson(50_000 * rng.dirichlet(np.full(16, 0.3), 3)).astype(np.int64)
+                    question = policy.observe(counts, placement)
+                    wire = msgspec.msgpack.encode(decide_request(question, settings, cycle, placement))
+                    reply = decide(msgspec.msgpack.decode(wire, type=DecideRequest))
+                    assert not reply.error, reply.error
+                    if reply.placement is not None:
+                        moved += 1
+                        placement = unpack_placement(reply.placement, JobShape(*sizes, 8, nodes))
+        assert moved > 3
+        print(sorted({str(event.data["dispatcher"]) for _, event in recorder.buffer if event.is_start}))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=280, env=child_environment())
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip().splitlines()[-1] == "[]", found.stdout
