@@ -1,7 +1,6 @@
 """The planner in its own process: a plan comes back; exception, hang, crash and garbage are told apart and survived."""
 
-import subprocess
-import sys
+import os
 import textwrap
 import time
 
@@ -98,42 +97,33 @@ def test_a_request_and_its_reading_never_wait(planner, tmp_path):
     assert planner.pid is None
 
 
-@pytest.mark.slow
-def test_a_warmed_up_child_compiles_nothing_more():
-    """Compilation is over before the child says that it is ready, so it never counts against a plan's time limit."""
-    code = """
-        import msgspec, numba.core.event, numpy as np
-        from evenroute.dist.rebalancer.planner import decide_request
-        from evenroute.dist.rebalancer.planner_child import DecideRequest, _warm_up, decide
-        from evenroute.dist.wire.messages import JobShape
-        from evenroute.dist.wire.placement import unpack_placement
-        from evenroute.eplb.placement.placement import Placement
-        from evenroute.eplb.placement.topology import Topology
-        from evenroute.eplb.planner.policy import PolicySettings, RebalancePolicy
-        _warm_up("")
-        sizes, moved = (3, 16, 24), 0
-        with numba.core.event.install_recorder("numba:compile") as recorder:
-            for nodes, settings in (
-                (1, PolicySettings()),
-                (1, PolicySettings(uneven_shares=False)),
-                (2, PolicySettings(hierarchical=True, num_groups=4)),
-            ):
-                placement = Placement.initial(*sizes, Topology(8, nodes))
-                policy = RebalancePolicy(Topology(8, nodes), sizes[2], settings)
-                rng = np.random.default_rng(1)
-                for cycle in range(8):
-                    counts = rng.poisson(50_000 * rng.dirichlet(np.full(16, 0.3), 3)).astype(np.int64)
-                    question = policy.observe(counts, placement)
-                    wire = msgspec.msgpack.encode(decide_request(question, settings, cycle, placement))
-                    reply = decide(msgspec.msgpack.decode(wire, type=DecideRequest))
-                    assert not reply.error, reply.error
-                    if reply.placement is not None:
-                        moved += 1
-                        placement = unpack_placement(reply.placement, JobShape(*sizes, 8, nodes))
-        assert moved > 3
-        print(sorted({str(event.data["dispatcher"]) for _, event in recorder.buffer if event.is_start}))
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=280, env=child_environment())
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip().splitlines()[-1] == "[]", found.stdout
+COMPILES = """
+    import numba, numpy as np
+    from support.stub_planner import plan as greedy
+
+    @numba.njit
+    def slow_to_compile(values):
+        total = np.zeros(3)
+        for row in values:
+            total += np.sort(row)[:3] + np.quantile(row, 0.3) + np.median(row) + np.argsort(row)[:3]
+        return total
+
+    def plan(loads, **options):
+        slow_to_compile(loads)
+        return greedy(loads, **options)
+"""
+
+
+def test_compilation_never_counts_against_the_time_limit(tmp_path, monkeypatch):
+    (tmp_path / "compiles.py").write_text(textwrap.dedent(COMPILES))
+    path = os.pathsep.join([str(tmp_path), child_environment()["PYTHONPATH"]])
+    monkeypatch.setenv("PYTHONPATH", path)
+    limit_s = 0.4 * patience()
+    made = PlannerProcess(limit_s, "compiles:plan")
+    try:
+        began = time.monotonic()
+        assert plan_now(made, request(1, function="compiles:plan")).cycle == 1
+        assert time.monotonic() - began > limit_s, "it took longer than the limit, and was not stopped"
+        assert plan_now(made, request(2, function="compiles:plan")).cycle == 2
+    finally:
+        made.close()
