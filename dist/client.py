@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 import typing
 from collections.abc import Iterator
@@ -10,15 +11,15 @@ from os import PathLike
 
 import msgspec
 
-from evenroute.dist.wire.address import parse_address
+from evenroute.dist.wire.address import Address, parse_address
 from evenroute.dist.wire.control import (
     ANSWER_LIMIT_BYTES,
     Answer,
+    RebalancerStatus,
     Recorded,
     RecordRead,
     Refused,
     Request,
-    Status,
     StatusAnswer,
     StatusRequest,
     decode_answer,
@@ -27,10 +28,9 @@ from evenroute.dist.wire.control import (
 )
 from evenroute.dist.wire.keys import load_client_keys
 from evenroute.dist.wire.link import CONTROL_TAG, DealerLink
-from evenroute.eplb._checks import describe, require_int, require_number
+from evenroute.eplb._checks import describe, require_number, shown
 
 _REQUESTS = typing.get_args(Request)
-MAX_RANK = 65535
 
 
 class UnreachableError(OSError):
@@ -51,35 +51,42 @@ class ControlClient:
         self._address = address
         self._timeout_s = timeout_s
         self._keys = keys
-        parsed = parse_address(address, field="address")
-        own = None if keys is None else load_client_keys(keys)
-        self._link = DealerLink(parsed, keys=own, max_message_bytes=ANSWER_LIMIT_BYTES)
-        self._link.socket.immediate = False  # wait for the connection
+        self._parsed = parse_address(address, field="address")
+        self._own = None if keys is None else load_client_keys(keys)
+        self._link = self._connected()
+
+    def _connected(self) -> DealerLink:
+        return DealerLink(self._parsed, keys=self._own, max_message_bytes=ANSWER_LIMIT_BYTES, queues=True)
 
     def ask(self, request: Request) -> Answer:
         """Send and wait; UnreachableError past the time limit, MessageError for an answer that is none.
 
-        A request that no rebalancer could read is refused with ValueError and not sent.
+        The client may be asked again after an UnreachableError: it connects anew, so that a late answer to one question
+        is never taken for the answer to the next. A request that no rebalancer could read is refused with ValueError
+        and not sent.
         """
         frame = _checked_frame(request)
         deadline = time.monotonic() + self._timeout_s
-        sent = False
+        self._link.send(CONTROL_TAG, frame)
         while (left := deadline - time.monotonic()) > 0:
-            if not sent:
-                sent = self._link.send(CONTROL_TAG, frame)
-            if self._link.socket.poll(math.ceil(1000 * min(left, left if sent else 0.05))):
+            if self._link.socket.poll(math.ceil(1000 * left)):
                 for frames in self._link.receive(1):
                     if len(frames) == 2 and frames[0] == CONTROL_TAG:
                         return decode_answer(frames[1])
+        self._link.close(linger_ms=0)
+        self._link = self._connected()
         raise UnreachableError(
             f"rebalancer at {self._address}: no answer within {self._timeout_s:g} s; {self._hint()}"
         )
 
     def _hint(self) -> str:
-        """What to look at: an address with keys tells nothing to those who have none."""
+        """What to look at; an address with keys does not answer those who have none."""
+        found = _connection_problem(self._parsed)
+        if found:
+            return found
         if self._keys is None:
-            return "is it running? If it uses keys, pass --keys"
-        return f"is it running, and does it know the key in {self._keys}?"
+            return "something listens there: does it hang, or use keys (pass --keys)?"
+        return f"something listens there: does it hang, or not know the key in {self._keys}?"
 
     def close(self) -> None:
         """Close at once."""
@@ -90,6 +97,28 @@ class ControlClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _connection_problem(address: Address) -> str:
+    """Why no connection to the address can be made now; empty where one can."""
+    try:
+        if address.ipc_path is not None:
+            with socket.socket(socket.AF_UNIX) as found:
+                found.settimeout(1.0)
+                found.connect(str(address.ipc_path))
+        else:
+            socket.create_connection((address.host.strip("[]"), address.port), 1.0).close()
+    except FileNotFoundError:
+        return f"there is no socket {address.ipc_path}: is the rebalancer running, and is this its address?"
+    except PermissionError:
+        return f"the socket {address.ipc_path} is another user's: run this as the user of the rebalancer"
+    except socket.gaierror as error:
+        return f"the name {shown(address.host)} does not resolve ({error.strerror})"
+    except ConnectionRefusedError:
+        return "nothing listens there: is the rebalancer running?"
+    except OSError as error:
+        return f"no connection: {error.strerror or error}"
+    return ""
 
 
 def _require_limit(timeout_s: float) -> None:
@@ -114,7 +143,9 @@ def _checked_frame(request: Request) -> bytes:
     return frame
 
 
-def query_status(address: str, *, keys: str | PathLike[str] | None = None, timeout_s: float = 5.0) -> Status:
+def query_status(
+    address: str, *, keys: str | PathLike[str] | None = None, timeout_s: float = 5.0
+) -> RebalancerStatus:
     """The rebalancer's status. Raises UnreachableError, RefusedError, or ValueError for a bad address or key file."""
     with ControlClient(address, keys=keys, timeout_s=timeout_s) as client:
         answer = client.ask(StatusRequest())
@@ -143,19 +174,7 @@ def read_recording(
     keys: str | PathLike[str] | None = None,
     timeout_s: float = 30.0,
 ) -> Iterator[Recorded]:
-    """A recording in parts of a few MB. Raises as `query_status`, for wrong arguments at once."""
-    _require_limit(timeout_s)
-    parse_address(address, field="address")
-    if rank is not None:
-        require_int("rank", rank, 0, MAX_RANK)
-    if keys is not None:
-        load_client_keys(keys)
-    return _read_recording(address, rank, keys, timeout_s)
-
-
-def _read_recording(
-    address: str, rank: int | None, keys: str | PathLike[str] | None, timeout_s: float
-) -> Iterator[Recorded]:
+    """A recording in parts of a few MB. Raises as `query_status`."""
     with ControlClient(address, keys=keys, timeout_s=timeout_s) as client:
         offset: int | None = 0
         while offset is not None:

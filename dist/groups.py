@@ -1,16 +1,19 @@
-"""Process groups of a job: joining with a roll call, and who is missing when a collective fails."""
+"""Process groups of a job: joining with a roll call, comparing ranks, and who is missing when a collective fails."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
+import zlib
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from evenroute.eplb._checks import LEAST_S, describe, require_seconds, require_text, shown
+from evenroute.eplb._checks import describe, shown
 
 
 class MissingRanksError(RuntimeError):
@@ -18,7 +21,8 @@ class MissingRanksError(RuntimeError):
 
 
 def _names(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    text = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
 def require_group(name: str, value: object) -> tuple[int, int]:
@@ -47,12 +51,9 @@ def join_job(*, backend: str, limit_s: float, collective_limit_s: float = 600.0)
     """`init_process_group` from torchrun's environment with a roll call first.
 
     Raises MissingRanksError ("3/4 ranks joined ...") when a rank is not there within `limit_s` seconds, and ValueError
-    for wrong arguments or an environment that is not torchrun's.
+    for a backend that this torch lacks or an environment that is not torchrun's.
     """
-    require_text("backend", backend)
-    require_seconds("limit_s", limit_s, LEAST_S)
-    require_seconds("collective_limit_s", collective_limit_s, LEAST_S)
-    if not backend or not torch_dist.is_backend_available(backend.lower()):
+    if not torch_dist.is_backend_available(backend.lower()):
         raise ValueError(f"backend={shown(backend)} is not one that this torch has")
     world_size = _from_environment("WORLD_SIZE", 1, 1 << 20)
     rank = _from_environment("RANK", 0, world_size - 1)
@@ -111,11 +112,8 @@ def _has(store: Store, key: str) -> bool:
 def new_cpu_group(like: ProcessGroup, *, limit_s: float) -> ProcessGroup:
     """A gloo group of its own over the ranks of `like`, whose collectives fail after `limit_s` seconds.
 
-    Every rank of `like` calls it, in the same order; others need not. Raises ValueError for what is no group of this
-    rank, or no time.
+    Every rank of `like` calls it, in the same order; others need not.
     """
-    require_group("like", like)
-    require_seconds("limit_s", limit_s, LEAST_S)
     group: ProcessGroup | None = torch_dist.new_group(
         ranks=torch_dist.get_process_group_ranks(like),
         backend="gloo",
@@ -126,10 +124,66 @@ def new_cpu_group(like: ProcessGroup, *, limit_s: float) -> ProcessGroup:
     return group
 
 
-class RollCall:
-    """Tells after a failed collective who was not there: whoever was signs, the rest is missing.
+_compared: dict[str, int] = {}  # comparisons so far, by group
 
-    Only used on failure, over the job's key-value store; that store may be gone with its rank.
+
+def compare_ranks(group: ProcessGroup, what: str, mine: Mapping[str, object], *, limit_s: float) -> None:
+    """Every rank of `group` calls it with what has to be equal on all, before a collective that would not survive a
+    difference: over the job's key-value store, so that nothing can hang or abort.
+
+    Raises on every rank alike: ValueError that names what differs and on which ranks, MissingRanksError where some did
+    not come within `limit_s` seconds.
+    """
+    name = group.group_name
+    number = _compared[name] = _compared.get(name, 0) + 1
+    store = PrefixStore(f"evenroute/compare/{name}/{number}", _get_default_store())
+    rank, size = torch_dist.get_rank(group), torch_dist.get_world_size(group)
+    text = json.dumps({field: str(value) for field, value in mine.items()})
+    store.set(str(rank), zlib.compress(text.encode()))  # type: ignore[arg-type] # torch takes bytes
+    limit = timedelta(seconds=limit_s)
+    if rank == 0:
+        names = [str(other) for other in range(size)]
+        try:
+            store.wait(names, limit)
+        except (torch_dist.DistError, RuntimeError):
+            missing = [other for other in range(size) if not _has(store, str(other))]
+            came = f"{size - len(missing)}/{size} ranks came within {limit_s:g} s"
+            verdict = f"missing {what}: {came}, missing: {_names(missing)}"
+        else:
+            verdict = _difference([json.loads(zlib.decompress(store.get(other))) for other in names])
+            verdict = f"{what}: ranks differ: {verdict}" if verdict else ""
+        store.set("verdict", verdict)
+    else:
+        try:
+            store.wait(["verdict"], limit + timedelta(seconds=5.0))  # rank 0's own limit first
+        except (torch_dist.DistError, RuntimeError) as error:
+            raise MissingRanksError(f"{what}: rank 0 did not come within {limit_s:g} s") from error
+        verdict = store.get("verdict").decode()
+    if verdict.startswith("missing "):
+        raise MissingRanksError(verdict.removeprefix("missing "))
+    if verdict:
+        raise ValueError(verdict)
+
+
+def _difference(found: Sequence[Mapping[str, str]]) -> str:
+    """The first two fields that differ, with who has what; empty where all are equal."""
+    parts = []
+    for field in dict.fromkeys(field for one in found for field in one):
+        ranks: dict[str, list[int]] = {}
+        for rank, one in enumerate(found):
+            ranks.setdefault(one.get(field, "none"), []).append(rank)
+        if len(ranks) > 1:
+            parts.append(
+                f"{field} is " + ", ".join(f"{value} on {_names(who)}" for value, who in ranks.items())
+            )
+    more = f" (and {len(parts) - 2} more)" if len(parts) > 2 else ""
+    return "; ".join(parts[:2]) + more
+
+
+class RollCall:
+    """Finds out after a failed collective which ranks are missing: those that are there sign in the job's store.
+
+    Used on failure only. The store may be gone together with the rank that hosted it.
     """
 
     def __init__(self, *, run: int, rank: int, ep_size: int) -> None:

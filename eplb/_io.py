@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from os import PathLike
+from pathlib import Path
 from typing import BinaryIO
 
 _KINDS = {
@@ -103,3 +105,27 @@ def check_target(path: str | PathLike[str]) -> None:
         return
     if stat.S_IFMT(mode) in _KINDS:
         raise ValueError(f"{os.fspath(path)}: {_KINDS[stat.S_IFMT(mode)]}, expected a file to write")
+
+
+def write_beside_and_rename(path: str | PathLike[str], data: bytes) -> None:
+    """Replace ``path`` by ``data`` as a whole, durably: a reader sees the old file or the new one.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: a pipe, socket or device is in the file's place.
+    """
+    target = Path(path)
+    check_target(target)
+    handle, beside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(beside, 0o666 & ~umask)
+        os.replace(beside, target)
+    except BaseException:
+        os.unlink(beside)
+        raise

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from evenroute.dist.engines.torch import adapt as adapt
     from evenroute.dist.rank.agent import RankAgent as RankAgent
     from evenroute.dist.rebalancer.process import run_rebalancer as run_rebalancer
-    from evenroute.dist.weights.config import MigrationConfig as MigrationConfig
     from evenroute.dist.weights.expert_weights import ExpertWeights as ExpertWeights
     from evenroute.dist.weights.mover import TablesOnly as TablesOnly
+    from evenroute.dist.weights.weight_mover import MigrationConfig as MigrationConfig
     from evenroute.dist.weights.weight_mover import WeightMover as WeightMover
     from evenroute.eplb.analysis.advice import advise as advise
     from evenroute.eplb.analysis.replay import Replay as Replay
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from evenroute.eplb.loads.source import LoadSource as LoadSource
     from evenroute.eplb.placement.placement import Placement as Placement
     from evenroute.eplb.placement.topology import Topology as Topology
+    from evenroute.eplb.planner.cost import TimeCosts as TimeCosts
     from evenroute.eplb.planner.deepseek import rebalance_experts as rebalance_experts
     from evenroute.eplb.planner.plan import Plan as Plan
     from evenroute.eplb.planner.plan import plan_placement as plan_placement
@@ -54,6 +55,7 @@ _HOMES = {
     "balancedness": "eplb.loads.balance",
     "RebalancePolicy": "eplb.planner.policy",
     "PolicySettings": "eplb.planner.policy",
+    "TimeCosts": "eplb.planner.cost",
     "Decision": "eplb.planner.policy",
     "rebalance_experts": "eplb.planner.deepseek",
     "open_loads": "eplb.files.open",
@@ -75,7 +77,7 @@ _HOMES = {
     "RankAgent": "dist.rank.agent",
     "AgentConfig": "dist.config",
     "WeightMover": "dist.weights.weight_mover",
-    "MigrationConfig": "dist.weights.config",
+    "MigrationConfig": "dist.weights.weight_mover",
     "ExpertWeights": "dist.weights.expert_weights",
     "TablesOnly": "dist.weights.mover",
     "EpMoeLayer": "dist.engines.ep_layer",

@@ -1,4 +1,4 @@
-"""The inputs of one routing call against the router's form: quick where all is well, and exact words where not.
+"""The inputs of one routing call against the router's plan: quick where all is well, and exact words where not.
 
 A call's checks are part of the launch's host time: each argument that is there costs one pass over its attributes.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evenroute.eplb._checks import describe, require_bool, require_int
-from evenroute.routing.output import RouteCall, RouteForm, RoutingOutput
+from evenroute.routing.output import RouteCall, RouterPlan, RoutingOutput
 from evenroute.routing.settings.checks import (
     BIAS_DTYPES,
     ID_DTYPES,
@@ -50,31 +50,36 @@ def num_rows(logits: Any, logical_ids: Any) -> int:
     return shape[0]
 
 
-def require_logits(form: RouteForm, logits: Any) -> None:
-    """ValueError unless these are logits [T, E] for the form."""
+def require_logits(plan: RouterPlan, logits: Any) -> None:
+    """ValueError unless these are logits [T, E] for the plan."""
     require_tensor(
-        "logits", logits, ("T", form.config.num_experts), dtypes=LOGIT_DTYPES, device=form.seed.device
+        "logits", logits, ("T", plan.config.num_experts), dtypes=LOGIT_DTYPES, device=plan.seed.device
     )
 
 
 def check_call(
-    form: RouteForm, call: RouteCall, waterfill_target: Any = None, out: RoutingOutput | None = None
+    plan: RouterPlan, call: RouteCall, waterfill_target: Any = None, out: RoutingOutput | None = None
 ) -> None:
     """ValueError where an input does not fit the router, or inputs contradict each other."""
-    rows, config, device = call.num_tokens, form.config, form.seed.device
+    rows, config, device = call.num_tokens, plan.config, plan.seed.device
     layer, offset = call.layer, call.row_offset
-    if type(layer) is not int or not 0 <= layer < form.tables.num_layers:
-        require_layer(layer, form.tables.num_layers)
+    if type(layer) is not int or not 0 <= layer < plan.tables.num_layers:
+        require_layer(layer, plan.tables.num_layers)
     if type(offset) is not int or not 0 <= offset < MAX_ROW_OFFSET:
         require_int("row_offset", offset, 0, MAX_ROW_OFFSET - 1)
     if call.count is not True and call.count is not False:
-        require_bool("count", call.count)
+        _check_count(call.count, device)
+    if type(call.route_padding) is not bool or type(call.keep_weights) is not bool:
+        require_bool("route_padding", call.route_padding)
+        require_bool("keep_weights", call.keep_weights)
+    if call.keep_weights and call.given_ids is None:
+        raise ValueError("keep_weights=True needs given logical_ids and weights")
     if call.given_ids is not None:
-        _check_given(form, call)
+        _check_given(plan, call)
     else:
         logits = call.logits
         if not fits(logits, (rows, config.num_experts), LOGIT_DTYPES, device):
-            require_logits(form, logits)
+            require_logits(plan, logits)
         if call.given_weights is not None:
             raise ValueError("weights come with logical_ids, found weights alone")
     bias = call.bias
@@ -88,17 +93,32 @@ def check_call(
         if valid.numel() != 1:
             raise ValueError(f"num_valid_tokens must be one int32, found {valid.dtype} {list(valid.shape)}")
     if call.marked_bias is not None or call.token_marker is not None:
-        _check_marked(form, call)
+        _check_marked(plan, call)
     if call.expert_ids_by_token is not None or call.token_ids is not None:
-        _check_table(form, call)
+        _check_table(plan, call)
     if waterfill_target is not None:
-        _check_target(form, waterfill_target)
+        _check_target(plan, waterfill_target)
     if out is not None:
-        _check_out(form, rows, out)
+        _check_out(plan, rows, out)
 
 
-def _check_given(form: RouteForm, call: RouteCall) -> None:
-    shape, device = (call.num_tokens, form.config.top_k), form.seed.device
+def _check_count(count: Any, device: Any) -> None:
+    """One flag on the router's device, read there."""
+    if not isinstance(count, Tensor):
+        require_bool("count", count)
+    require_tensor("count", count, dtypes=MARKER_DTYPES, device=device)
+    if count.numel() != 1:
+        raise ValueError(f"count must be one flag, found {count.dtype} {list(count.shape)}")
+
+
+def _check_given(plan: RouterPlan, call: RouteCall) -> None:
+    config, device = plan.config, plan.seed.device
+    shape: tuple[int, int] = (call.num_tokens, config.top_k)
+    whole = (call.num_tokens, config.num_columns)
+    if isinstance(call.given_ids, Tensor) and tuple(call.given_ids.shape) == whole:
+        shape = whole
+        if config.num_shared_experts and config.shared_mode == "waterfill":
+            raise ValueError("logical_ids with shared columns: shared_mode='waterfill' fills these itself")
     if not fits(call.given_ids, shape, ID_DTYPES, device):
         require_tensor("logical_ids", call.given_ids, shape, dtypes=ID_DTYPES, device=device)
     if call.given_weights is None:
@@ -107,37 +127,37 @@ def _check_given(form: RouteForm, call: RouteCall) -> None:
         require_tensor("weights", call.given_weights, shape, dtypes=WEIGHT_DTYPES, device=device)
 
 
-def _check_marked(form: RouteForm, call: RouteCall) -> None:
+def _check_marked(plan: RouterPlan, call: RouteCall) -> None:
     if call.marked_bias is None or call.token_marker is None:
         raise ValueError("marked_bias and token_marker come together, found one of them")
-    device = form.seed.device
+    device = plan.seed.device
     require_tensor(
-        "marked_bias", call.marked_bias, (form.config.num_experts,), dtypes=BIAS_DTYPES, device=device
+        "marked_bias", call.marked_bias, (plan.config.num_experts,), dtypes=BIAS_DTYPES, device=device
     )
     require_tensor("token_marker", call.token_marker, (call.num_tokens,), dtypes=MARKER_DTYPES, device=device)
 
 
-def _check_table(form: RouteForm, call: RouteCall) -> None:
+def _check_table(plan: RouterPlan, call: RouteCall) -> None:
     if call.expert_ids_by_token is None or call.token_ids is None:
         raise ValueError("expert_ids_by_token and token_ids come together, found one of them")
     if call.given_ids is not None:
         raise ValueError("expert_ids_by_token and logical_ids both name the experts, expected one of them")
-    device, shape = form.seed.device, ("vocab", form.config.top_k)
+    device, shape = plan.seed.device, ("vocab", plan.config.top_k)
     require_tensor("expert_ids_by_token", call.expert_ids_by_token, shape, dtypes=ID_DTYPES, device=device)
     require_tensor("token_ids", call.token_ids, (call.num_tokens,), dtypes=ID_DTYPES, device=device)
 
 
-def _check_target(form: RouteForm, target: Any) -> None:
-    if form.config.shared_mode != "waterfill" or not form.config.num_shared_experts:
+def _check_target(plan: RouterPlan, target: Any) -> None:
+    if plan.config.shared_mode != "waterfill" or not plan.config.num_shared_experts:
         raise ValueError("waterfill_target needs shared experts and shared_mode='waterfill', expected None")
-    ranks = form.tables.topology.ep_size
-    require_tensor("waterfill_target", target, (ranks,), dtypes=TARGET_DTYPES, device=form.seed.device)
+    ranks = plan.tables.topology.ep_size
+    require_tensor("waterfill_target", target, (ranks,), dtypes=TARGET_DTYPES, device=plan.seed.device)
 
 
-def _check_out(form: RouteForm, rows: int, out: Any) -> None:
+def _check_out(plan: RouterPlan, rows: int, out: Any) -> None:
     if not isinstance(out, RoutingOutput):
         raise ValueError(f"out must be a RoutingOutput from `allocate`, found {describe(out)}")
-    shape, device, emit = (rows, form.config.num_columns), form.seed.device, form.emit
+    shape, device, emit = (rows, plan.config.num_columns), plan.seed.device, plan.emit
     if out.emitted != emit:
         raise ValueError(
             f"out holds {', '.join(out.emitted) or 'nothing'}; this router emits {', '.join(emit)}"
@@ -145,7 +165,7 @@ def _check_out(form: RouteForm, rows: int, out: Any) -> None:
     for name in emit:
         tensor = getattr(out, name)
         if name == "slot_histogram":
-            require_output("out.slot_histogram", tensor, (form.num_buckets,), torch.int32, device)
+            require_output("out.slot_histogram", tensor, (plan.num_buckets,), torch.int32, device)
         else:
             dtype = torch.float32 if name == "weights" else torch.int32
             require_output(f"out.{name}", tensor, shape, dtype, device)

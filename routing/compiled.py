@@ -1,21 +1,174 @@
 """Routers for compiled models: `torch.compile(fullgraph=True)` takes the routing launches as they are.
 
-Importing this registers `torch.ops.evenroute.route`, `.gate_route` and `.align` (see `library_ops.py`).
+Importing this registers `torch.ops.evenroute.route`, `.gate_route` and `.align`, with fake kernels. The first two find
+their router by a handle and name the counters and tickets as mutated arguments: a compiler keeps every call, in order,
+even if its outputs are equal or unused.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenroute.eplb._checks import describe, require_bool, require_instance, require_int
+from evenroute.routing.align.align import moe_align_block_size
+from evenroute.routing.align.plan import align_capacity
 from evenroute.routing.call_checks import MAX_ROW_OFFSET
-from evenroute.routing.compiled_ops import Outputs, register
 from evenroute.routing.gate import GateRouter
-from evenroute.routing.output import RoutingOutput
+from evenroute.routing.output import OUTPUT_NAMES, RoutingOutput
 from evenroute.routing.router import Router
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+# The tensors that a call may name; behind them every operator takes the same arguments.
+ROUTE_INPUTS = (
+    *("logits", "logical_ids", "weights", "bias", "marked_bias", "token_marker", "expert_ids_by_token"),
+    *("token_ids", "num_valid_tokens", "count_flag", "waterfill_target"),
+)
+GATE_INPUTS = ("bias", "marked_bias", "token_marker", "num_valid_tokens", "count_flag", "waterfill_target")
+_ROUTER_ARGUMENTS = (
+    *("Tensor tables", "Tensor seed", "Tensor(a!) counts", "Tensor(b!)? tickets"),
+    *("str handle", "int layer", "int row_offset", "bool count", "bool route_padding"),
+)
+
+_routers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_handles = itertools.count(1)
+
+
+def _find(handle: str) -> Any:
+    router = _routers.get(handle)
+    if router is None:
+        raise ValueError(f"handle={handle!r}: this router is gone; keep its CompiledRouter alive")
+    return router
+
+
+def _with_counters(router: Router, counts: Tensor, tickets: Tensor | None) -> Router:
+    """The router, counting into these tensors: functionalised graphs pass copies and write them back."""
+    mine = router.counters
+    same = counts.data_ptr() == mine.counts.data_ptr() and (
+        tickets is None or mine.tickets is None or tickets.data_ptr() == mine.tickets.data_ptr()
+    )
+    if same:
+        return router
+    counters = copy.copy(mine)
+    counters.counts, counters.tickets = counts, tickets
+    other = copy.copy(router)
+    other.counters = counters
+    other.plan = replace(router.plan, counters=counters)
+    return other
+
+
+def _all_outputs(output: RoutingOutput) -> Outputs:
+    """The six tensors of an output; a fresh empty one stands for each that was not emitted."""
+    found = (getattr(output, name) for name in OUTPUT_NAMES)
+    empty = output.weights.new_empty
+    weights, *rest = (empty((0,), dtype=torch.int32) if tensor is None else tensor for tensor in found)
+    return (weights, *rest)  # type: ignore[return-value]
+
+
+def _fake_outputs(router: Router, num_tokens: int, like: Tensor) -> Outputs:
+    def one(name: str) -> Tensor:
+        shape: tuple[int, ...] = (num_tokens, router.config.num_columns)
+        if name == "slot_histogram":
+            shape = (router.plan.num_buckets,)
+        dtype = torch.float32 if name == "weights" else torch.int32
+        return like.new_empty(shape if name in router.plan.emit else (0,), dtype=dtype)
+
+    weights, *rest = map(one, OUTPUT_NAMES)
+    return (weights, *rest)  # type: ignore[return-value]
+
+
+def _register(
+    name: str,
+    inputs: list[str],
+    call: Callable[[dict[str, Any]], Outputs],
+    fake: Callable[[dict[str, Any]], Outputs],
+) -> None:
+    """An operator of `inputs` (types and names) and the router's arguments; `call` and `fake` take them by name."""
+    arguments = [*inputs, *_ROUTER_ARGUMENTS]
+    names = [argument.split()[-1] for argument in arguments]
+    schema = f"({', '.join(arguments)}) -> ({', '.join(['Tensor'] * len(OUTPUT_NAMES))})"
+
+    def run(*values: Any) -> Outputs:
+        return call(dict(zip(names, values, strict=True)))
+
+    operator = torch.library.custom_op(name, run, mutates_args=("counts", "tickets"), schema=schema)
+    operator.register_fake(lambda *values: fake(dict(zip(names, values, strict=True))))
+
+
+def _route(given: dict[str, Any]) -> Outputs:
+    """`Router.__call__`: all of `output.OUTPUT_NAMES`, in order, empty where the router does not emit them."""
+    router = _with_counters(_find(given.pop("handle")), given.pop("counts"), given.pop("tickets"))
+    return _all_outputs(router(**_by_flag(given)))
+
+
+def _by_flag(given: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments, with a flag on the device in the place of `count` where there is one."""
+    del given["tables"], given["seed"]
+    flag = given.pop("count_flag")
+    return given if flag is None else {**given, "count": flag}
+
+
+def _fake_route(given: dict[str, Any]) -> Outputs:
+    rows = given["logits"] if given["logical_ids"] is None else given["logical_ids"]
+    if rows is None:
+        raise ValueError("logits=None: give logits or logical_ids")
+    return _fake_outputs(_find(given["handle"]), rows.shape[0], given["tables"])
+
+
+def _gate_route(given: dict[str, Any]) -> Outputs:
+    """`GateRouter.__call__`; outputs as for `evenroute::route`."""
+    gate: GateRouter = _find(given.pop("handle"))
+    router = _with_counters(gate.router, given.pop("counts"), given.pop("tickets"))
+    if router is not gate.router:
+        gate = copy.copy(gate)
+        gate.router = router
+    return _all_outputs(gate(**_by_flag(given)))
+
+
+def _fake_gate_route(given: dict[str, Any]) -> Outputs:
+    return _fake_outputs(_find(given["handle"]).router, given["hidden"].shape[0], given["tables"])
+
+
+_register(
+    "evenroute::route",
+    [*(f"Tensor? {name}" for name in ROUTE_INPUTS), "bool keep_weights"],
+    _route,
+    _fake_route,
+)
+_register(
+    "evenroute::gate_route",
+    ["Tensor hidden", "Tensor gate_weight", *(f"Tensor? {name}" for name in GATE_INPUTS)],
+    _gate_route,
+    _fake_gate_route,
+)
+
+
+@torch.library.custom_op("evenroute::align", mutates_args=())
+def align_op(
+    ids: Tensor, block_size: int, num_experts: int, invalid: str, slot_histogram: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`moe_align_block_size` with fresh outputs."""
+    return moe_align_block_size(ids, block_size, num_experts, invalid=invalid, slot_histogram=slot_histogram)
+
+
+@align_op.register_fake
+def _(
+    ids: Tensor, block_size: int, num_experts: int, invalid: str, slot_histogram: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    capacity = align_capacity(ids.numel(), block_size, num_experts)
+
+    def words(length: int) -> Tensor:
+        return ids.new_empty(length, dtype=torch.int32)
+
+    return words(capacity), words(-(-capacity // block_size)), words(1)
 
 
 class _Compiled:
@@ -23,16 +176,45 @@ class _Compiled:
 
     def __init__(self, router: Router, owner: Router | GateRouter) -> None:
         self._owner = owner  # keeps the handle valid
-        self.handle = register(owner)
-        self.emit = router.form.emit
+        self.handle = f"router-{next(_handles)}"  # a string: the compiler could make a symbol of a number
+        _routers[self.handle] = owner
+        self.emit = router.plan.emit
         self.tables = router.tables.storage
-        self.seed = router.form.seed
+        self.seed = router.plan.seed
         self.counts = router.counters.counts
         self.tickets = router.counters.tickets
         config = router.config
         self.top_k, self.num_shared = config.top_k, config.num_shared_experts
-        self.num_buckets = router.form.num_buckets
+        self.num_buckets = router.plan.num_buckets
         self.factor, self.applied = config.routed_scaling_factor, config.apply_routed_scaling_factor
+
+    def _run(
+        self,
+        operator: Any,
+        names: tuple[str, ...],
+        tensors: dict[str, Any],
+        switches: tuple[bool, ...],
+        layer: int,
+        row_offset: int,
+        count: bool | Tensor,
+        route_padding: bool,
+    ) -> RoutingOutput:
+        """Call the operator with the tensors in the order of `names`, None for those not given."""
+        if isinstance(count, Tensor):
+            tensors, count = {**tensors, "count_flag": count}, True
+        for name, value in tensors.items():
+            if name not in names:
+                raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
+            # What the operator's schema would refuse in words of its own; the router checks the rest.
+            if value is not None and not isinstance(value, Tensor):
+                raise ValueError(f"{name} must be a torch.Tensor, found {describe(value)}")
+        require_int("layer", layer, 0)
+        require_int("row_offset", row_offset, 0, MAX_ROW_OFFSET - 1)
+        require_bool("count", count)
+        require_bool("route_padding", route_padding)
+        given = [tensors.get(name) for name in names]
+        mine = (self.tables, self.seed, self.counts, self.tickets, self.handle)
+        return self._output(operator(*given, *switches, *mine, layer, row_offset, count, route_padding))
 
     def _output(self, outputs: Outputs) -> RoutingOutput:
         weights, physical_ids, logical_ids, local_ids, packed_ids, histogram = outputs
@@ -52,16 +234,6 @@ class _Compiled:
         )
 
 
-def _require_types(tensors: dict[str, Any], layer: Any, row_offset: Any, count: Any) -> None:
-    """What the operator's schema would refuse in words of its own; the router checks the rest."""
-    for name, value in tensors.items():
-        if value is not None and not isinstance(value, Tensor):
-            raise ValueError(f"{name} must be a torch.Tensor, found {describe(value)}")
-    require_int("layer", layer, 0)
-    require_int("row_offset", row_offset, 0, MAX_ROW_OFFSET - 1)
-    require_bool("count", count)
-
-
 class CompiledRouter(_Compiled):
     """`Router.__call__` (without `out`) as one operator in a compiled graph.
 
@@ -78,56 +250,17 @@ class CompiledRouter(_Compiled):
         logits: Tensor | None,
         layer: int,
         *,
-        num_valid_tokens: Tensor | None = None,
         row_offset: int = 0,
-        bias: Tensor | None = None,
-        marked_bias: Tensor | None = None,
-        token_marker: Tensor | None = None,
-        logical_ids: Tensor | None = None,
-        weights: Tensor | None = None,
-        expert_ids_by_token: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        count: bool = True,
-        waterfill_target: Tensor | None = None,
+        count: bool | Tensor = True,
+        route_padding: bool = False,
+        keep_weights: bool = False,
+        **inputs: Tensor | None,
     ) -> RoutingOutput:
-        _require_types(
-            {
-                "logits": logits,
-                "num_valid_tokens": num_valid_tokens,
-                "bias": bias,
-                "marked_bias": marked_bias,
-                "token_marker": token_marker,
-                "logical_ids": logical_ids,
-                "weights": weights,
-                "expert_ids_by_token": expert_ids_by_token,
-                "token_ids": token_ids,
-                "waterfill_target": waterfill_target,
-            },
-            layer,
-            row_offset,
-            count,
-        )
-        outputs = torch.ops.evenroute.route(
-            logits,
-            logical_ids,
-            weights,
-            bias,
-            marked_bias,
-            token_marker,
-            expert_ids_by_token,
-            token_ids,
-            num_valid_tokens,
-            waterfill_target,
-            self.tables,
-            self.seed,
-            self.counts,
-            self.tickets,
-            self.handle,
-            layer,
-            row_offset,
-            count,
-        )
-        return self._output(outputs)
+        """`inputs`: the other tensors of `ROUTE_INPUTS`, as `Router.__call__` takes them."""
+        tensors = {"logits": logits, **inputs}
+        require_bool("keep_weights", keep_weights)
+        route, switches = torch.ops.evenroute.route, (keep_weights,)
+        return self._run(route, ROUTE_INPUTS, tensors, switches, layer, row_offset, count, route_padding)
 
 
 class CompiledGateRouter(_Compiled):
@@ -143,44 +276,16 @@ class CompiledGateRouter(_Compiled):
         gate_weight: Tensor,
         layer: int,
         *,
-        num_valid_tokens: Tensor | None = None,
         row_offset: int = 0,
-        bias: Tensor | None = None,
-        marked_bias: Tensor | None = None,
-        token_marker: Tensor | None = None,
-        count: bool = True,
-        waterfill_target: Tensor | None = None,
+        count: bool | Tensor = True,
+        route_padding: bool = False,
+        **inputs: Tensor | None,
     ) -> RoutingOutput:
+        """`inputs`: tensors of `GATE_INPUTS`, as `GateRouter.__call__` takes them."""
         for name, value in (("hidden", hidden), ("gate_weight", gate_weight)):
             if not isinstance(value, Tensor):
                 raise ValueError(f"{name} must be a torch.Tensor, found {describe(value)}")
-        _require_types(
-            {
-                "num_valid_tokens": num_valid_tokens,
-                "bias": bias,
-                "marked_bias": marked_bias,
-                "token_marker": token_marker,
-                "waterfill_target": waterfill_target,
-            },
-            layer,
-            row_offset,
-            count,
-        )
-        outputs = torch.ops.evenroute.gate_route(
-            hidden,
-            gate_weight,
-            bias,
-            marked_bias,
-            token_marker,
-            num_valid_tokens,
-            waterfill_target,
-            self.tables,
-            self.seed,
-            self.counts,
-            self.tickets,
-            self.handle,
-            layer,
-            row_offset,
-            count,
-        )
-        return self._output(outputs)
+        names = ("hidden", "gate_weight", *GATE_INPUTS)
+        tensors = {"hidden": hidden, "gate_weight": gate_weight, **inputs}
+        route = torch.ops.evenroute.gate_route
+        return self._run(route, names, tensors, (), layer, row_offset, count, route_padding)

@@ -11,17 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evenroute.eplb._checks import require_choice, require_int
-from evenroute.routing.output import RouteCall, RouteForm, RoutingOutput
-from evenroute.routing.settings.checks import require_tensor
+from evenroute.routing.settings.modes import Mode
 from evenroute.routing.tables.tables import SPAN_COUNT_BITS, DispatchTables
 from evenroute.routing.tables.tickets import TREE_REPLICAS
 
-DISPATCH_MODES = ("static", "dynamic", "rank_invariant", "weighted")
-DEALS = ("exact", "hash")
-TOKEN_MODES = ("own", "shared")
 SHARE_TOTAL = 65535
-_LOAD_DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)
 _MASK32 = 0xFFFFFFFF
 # Odd multipliers of the hash's inputs; the finaliser is the published lowbias32.
 ROW_MULTIPLIER = 0x9E3779B1
@@ -31,34 +25,9 @@ SEED_MULTIPLIER = 0x27D4EB2F
 INVARIANT_SALT = 0x165667B1
 
 
-def resolve_dispatch(dispatch: str, deal: str, tokens: str) -> tuple[str, str]:
-    """(dispatch, form) with form "exact", "hash", "invariant" or "static".
-
-    `auto` is the weighted form that the token mode allows (even experts fall back to the even deal by themselves).
-
-    Raises:
-        ValueError: an unknown name, or a mode by which ranks with shared tokens could disagree.
-    """
-    require_choice("tokens", tokens, TOKEN_MODES)
-    require_choice("deal", deal, DEALS)
-    require_choice("dispatch", dispatch, ("auto", *DISPATCH_MODES))
-    if dispatch == "auto":
-        dispatch = "weighted"
-    if tokens == "shared" and dispatch not in ("rank_invariant", "weighted"):
-        raise ValueError(
-            f"dispatch={dispatch!r} with tokens='shared': ranks would serve a token twice or never; "
-            "allowed: rank_invariant, weighted"
-        )
-    if dispatch == "static":
-        return dispatch, "static"
-    if dispatch == "rank_invariant" or tokens == "shared":
-        return dispatch, "invariant"
-    return dispatch, deal
-
-
-def hash_salt(form: str, ep_rank: int, seed: int = 0) -> int:
-    """32-bit salt of the hash: rank and seed, or one constant for the rank-invariant form."""
-    if form == "invariant":
+def hash_salt(mode: Mode, ep_rank: int, seed: int = 0) -> int:
+    """32-bit salt of the hash: rank and seed, or one constant for the rank-invariant modes."""
+    if mode.pick == "hash" and not mode.by_rank:
         return INVARIANT_SALT
     return ((ep_rank + 1) * RANK_MULTIPLIER + seed * SEED_MULTIPLIER) & _MASK32
 
@@ -152,64 +121,3 @@ def spans(tables: DispatchTables, layer: int, ids: Tensor) -> tuple[Tensor, Tens
     """(offset, replicas, shares are uneven) of every id; ids must lie in [0, E)."""
     span = tables.replica_span[layer].long()[ids]
     return span >> (SPAN_COUNT_BITS + 1), (span >> 1) & ((1 << SPAN_COUNT_BITS) - 1), (span & 1).bool()
-
-
-def waterfill_ranks(load: Tensor, target: Tensor, num_tokens: int, ep_rank: int) -> Tensor:
-    """Rank of each token's shared column, `[num_tokens] int64`: the largest deficit first, this rank on ties.
-
-    load, target [R]: routed slots a rank has and the number it should have. Each token takes one unit from the rank
-    whose target - load is largest at that moment; ties go to this rank, then to the lowest.
-
-    Worked example: deficits [2, 0, 1] and 3 tokens on rank 2 -> [0, 2, 0] (after one token ranks 0 and 2 are level).
-    """
-    require_tensor("load", load, ("R",), dtypes=_LOAD_DTYPES)
-    require_tensor("target", target, tuple(load.shape), dtypes=_LOAD_DTYPES, device=load.device)
-    require_int("num_tokens", num_tokens, 0)
-    require_int("ep_rank", ep_rank, 0, load.numel() - 1)
-    deficit = (target - load).to(torch.int64)
-    # Token j of rank r is taken at level deficit[r] - j: a merge of the ranks' descending levels.
-    ranks = torch.arange(deficit.numel(), device=load.device)
-    steps = torch.arange(num_tokens, device=load.device)
-    level = (deficit[:, None] - steps[None, :]).reshape(-1)
-    preference = torch.where(ranks == ep_rank, -1, ranks)[:, None].expand(-1, num_tokens).reshape(-1)
-    by_rank = torch.sort(preference, stable=True).indices
-    order = by_rank[torch.sort(level[by_rank], descending=True, stable=True).indices][:num_tokens]
-    return ranks[:, None].expand(-1, num_tokens).reshape(-1)[order]
-
-
-@torch.no_grad()
-def waterfill_columns(form: RouteForm, call: RouteCall, out: RoutingOutput, target: Tensor | None) -> None:
-    """Move the shared columns of `out` to the ranks that `waterfill_ranks` names, in place and without a host sync.
-
-    A few torch operations behind the launch: the ranks' loads exist only once the whole batch is routed.
-    target [R]: slots that each rank should have from this batch; default the mean, shared columns included.
-    """
-    config, tables = form.config, form.tables
-    top_k, shared, ep_size = config.top_k, config.num_shared_experts, tables.topology.ep_size
-    if call.num_tokens == 0:
-        return
-    per_rank = form.slots_per_rank
-    routed = out.physical_ids[:, :top_k].long()
-    rank_of = torch.where(routed >= 0, routed // per_rank, ep_size).reshape(-1)
-    load = torch.zeros(ep_size + 1, dtype=torch.int64, device=routed.device)
-    load.scatter_add_(0, rank_of, torch.ones_like(rank_of))
-    load = load[:ep_size]
-    live = out.physical_ids[:, top_k] >= 0
-    if target is None:
-        target = ((load.sum() + live.sum() * shared + ep_size - 1) // ep_size).expand(ep_size)
-    ranks = waterfill_ranks(load, target, call.num_tokens, tables.ep_rank)
-    columns = torch.arange(shared, device=routed.device)
-    slots = ranks[:, None] * per_rank + tables.num_local_slots + columns
-    slots = torch.where(live[:, None], slots, -1)
-    if "slot_histogram" in form.emit:
-        assert out.slot_histogram is not None
-        moved = (out.physical_ids[:, top_k:].long(), slots)
-        for ids, sign in zip(moved, (-1, 1), strict=True):
-            bins = torch.where(ids >= 0, ids, 0).reshape(-1)
-            amount = torch.where(ids >= 0, sign, 0).reshape(-1).to(torch.int32)
-            out.slot_histogram.scatter_add_(0, bins, amount)
-    out.physical_ids[:, top_k:] = slots
-    if "local_ids" in form.emit:
-        assert out.local_ids is not None
-        local = slots - tables.ep_rank * per_rank
-        out.local_ids[:, top_k:] = torch.where((local >= 0) & (local < per_rank), local, -1)

@@ -203,7 +203,7 @@ class BypassedRouting:
         """
         require_instance("router", router, Router)
         require_layer(layer, router.tables.num_layers)
-        require_logits(router.form, logits)
+        require_logits(router.plan, logits)
         for name in arguments:
             if name not in _CALL_ARGUMENTS:
                 raise ValueError(f"{name} is not one of a call's arguments: {', '.join(_CALL_ARGUMENTS)}")

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from evenroute.eplb._checks import require_bool, require_choice, require_instance, require_int
 from evenroute.routing.call_checks import check_call
-from evenroute.routing.dispatch import waterfill_columns
+from evenroute.routing.gradient import wants_gradient
 from evenroute.routing.kernels.plan import supports_groups
 from evenroute.routing.output import RouteCall, RoutingOutput, allocate_output
-from evenroute.routing.route_reference import route_reference
+from evenroute.routing.reference import route_reference
 from evenroute.routing.router import BACKENDS, Router, require_interpreter
 from evenroute.routing.settings.checks import WEIGHT_DTYPES, fits, require_tensor
+from evenroute.routing.waterfill import waterfill_columns
 
 MAX_FUSED_TOKENS = 128  # the crossover: see `GateRouter`
 MAX_HIDDEN_SIZE = 1 << 20
@@ -153,7 +154,8 @@ class GateRouter:
         token_marker: Tensor | None = None,
         expert_ids_by_token: Tensor | None = None,
         token_ids: Tensor | None = None,
-        count: bool = True,
+        count: bool | Tensor = True,
+        route_padding: bool = False,
         waterfill_target: Tensor | None = None,
         out: RoutingOutput | None = None,
     ) -> RoutingOutput:
@@ -164,6 +166,23 @@ class GateRouter:
         """
         router = self.router
         self._check(hidden, gate_weight)
+        if wants_gradient(hidden, gate_weight):
+            # A backward pass needs the logits; the fused launch keeps none.
+            logits = torch.nn.functional.linear(hidden.float(), gate_weight.float())
+            return router(
+                logits,
+                layer,
+                num_valid_tokens=num_valid_tokens,
+                row_offset=row_offset,
+                bias=bias,
+                marked_bias=marked_bias,
+                token_marker=token_marker,
+                expert_ids_by_token=expert_ids_by_token,
+                token_ids=token_ids,
+                count=count,
+                waterfill_target=waterfill_target,
+                out=out,
+            )
         tokens = hidden.shape[0]
         fused = self.fuses(tokens)
         logits = self._logits[:tokens] if fused else gate_logits(hidden, gate_weight)
@@ -179,22 +198,23 @@ class GateRouter:
             num_valid_tokens=num_valid_tokens,
             row_offset=row_offset,
             count=count,
+            route_padding=route_padding,
         )
-        check_call(router.form, call, waterfill_target, out)
+        check_call(router.plan, call, waterfill_target, out)
         if out is None:
-            out = allocate_output(router.form, tokens, router.tables.device)
+            out = allocate_output(router.plan, tokens, router.tables.device)
         if fused:
             phases = ("both",) if self.backend == "triton" else ("gemm", "route")
             for phase in phases:
                 self.launch(phase, hidden, gate_weight, call, out)
         elif self.backend == "reference":
-            route_reference(router.form, call, out)
+            route_reference(router.plan, call, out)
         else:
             from evenroute.routing.launch import route_kernel
 
-            route_kernel(router.form, call, out, pdl=self.pdl)
+            route_kernel(router.plan, call, out, pdl=self.pdl)
         if router.config.shared_mode == "waterfill" and router.config.num_shared_experts:
-            waterfill_columns(router.form, call, out, waterfill_target)
+            waterfill_columns(router.plan, call, out, waterfill_target)
         return out
 
     def fuses(self, num_tokens: int) -> bool:
@@ -210,30 +230,23 @@ class GateRouter:
     ) -> None:
         """Enqueue "both" phases as one launch, or "gemm" or "route" alone (tests, benchmarks, the interpreter)."""
         require_choice("phase", phase, ("both", "gemm", "route"))
-        import triton.language as tl
+        from evenroute.routing.kernels.gate import gate_route
+        from evenroute.routing.launch import launch_arguments, with_rows
 
-        from evenroute.routing.kernels import gate as kernels
-        from evenroute.routing.launch import launch_arguments
-
-        plan = plan_gate(
-            self.router.config.num_experts, self.hidden_size, call.num_tokens, self.num_processors
-        )
-        _, arguments, values, _ = launch_arguments(self.router.form, call, out)
+        experts = self.router.config.num_experts
+        plan = plan_gate(experts, self.hidden_size, call.num_tokens, self.num_processors)
+        _, arguments, constants, _ = launch_arguments(self.router.plan, call, out)
         pointers = tuple(a for a in arguments if isinstance(a, Tensor))
         num_tokens, _, bias_stride, vocab, row_offset, rank_salt, ep_rank = arguments[len(pointers) :]
-        values.update(ROWS=plan.rows, PDL=False)
-        constants, gate_constants = kernels.route_constants(values), self._gate_constants(phase, plan)
-        kernel, options = kernels.gate_route_interpreted, {}
+        options: dict[str, Any] = {}
         if self.backend == "triton":
-            constants = tuple(tl.constexpr(value) for value in constants)
-            gate_constants = tuple(tl.constexpr(value) for value in gate_constants)
-            kernel, options = kernels.gate_route, {"num_warps": 4, "num_stages": _STAGES}
+            options = {"num_warps": 4, "num_stages": _STAGES}
             if phase == "both":
                 options["launch_cooperative_grid"] = True
             if self.pdl:
                 options["launch_pdl"] = True
         hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
-        kernel[(plan.programs,)](
+        gate_route[(plan.programs,)](
             hidden,
             gate_weight,
             self._partials,
@@ -248,34 +261,35 @@ class GateRouter:
             row_offset,
             rank_salt,
             ep_rank,
-            constants,
-            gate_constants,
+            with_rows(constants, plan.rows),
+            self._constants(phase, plan),
             **options,
         )
 
-    def _gate_constants(self, phase: str, plan: GatePlan) -> tuple[Any, ...]:
-        """Constants of `_gate_route`, from PHASE on."""
+    def _constants(self, phase: str, plan: GatePlan) -> Any:
+        from evenroute.routing.kernels.gate import GateConstants
+
         experts = self.router.config.num_experts
-        return (
-            phase,
-            experts,
-            self.hidden_size,
-            plan.block_rows,
-            _COLUMNS,
-            _DEPTH,
-            plan.tiles,
-            plan.slice_length,
-            plan.parts,
-            1 << max(0, experts - 1).bit_length(),
-            plan.rows,
-            self.backend == "interpret",
+        return GateConstants(
+            phase=phase,
+            experts=experts,
+            hidden_size=self.hidden_size,
+            block_rows=plan.block_rows,
+            columns=_COLUMNS,
+            depth=_DEPTH,
+            tiles=plan.tiles,
+            slice_length=plan.slice_length,
+            parts=plan.parts,
+            experts_pad=1 << max(0, experts - 1).bit_length(),
+            rows=plan.rows,
+            widen=self.backend == "interpret",
             # The slot histogram counts finished programs, so there all take part.
-            "slot_histogram" in self.router.form.emit,
-            self.pdl,
+            all_route="slot_histogram" in self.router.plan.emit,
+            pdl=self.pdl,
         )
 
     def _check(self, hidden: Tensor, gate_weight: Tensor) -> None:
-        experts, device = self.router.config.num_experts, self.router.form.seed.device
+        experts, device = self.router.config.num_experts, self.router.plan.seed.device
         if not fits(gate_weight, (experts, self.hidden_size), GATE_DTYPES, device):
             shape = (experts, self.hidden_size)
             require_tensor("gate_weight", gate_weight, shape, dtypes=GATE_DTYPES, device=device)

@@ -1,7 +1,8 @@
-"""The routing launch on the device: `route_kernel(form, call, out)`, signature and results of `route_reference`."""
+"""The routing launch on the device: `route_kernel(plan, call, out)`, signature and results of `route_reference`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,37 +11,29 @@ from torch import Tensor
 from evenroute.routing.dispatch import hash_salt
 from evenroute.routing.kernels.plan import plan_launch, supports_groups
 from evenroute.routing.kernels.route import route
-from evenroute.routing.output import OUTPUT_NAMES, RouteCall, RouteForm, RoutingOutput
+from evenroute.routing.kernels.types import Counting, RouteConstants, Score, Weighing
+from evenroute.routing.output import RouteCall, RouterPlan, RoutingOutput
 from evenroute.routing.reference import gather_scores, score_experts, select_experts
 from evenroute.routing.settings.config import RouterConfig
-from evenroute.routing.tables.tables import fits_payload
 
 # From this many rows on tickets use several copies of their words: exact up to here, within 2 % above.
 EXACT_ROWS = 256
 INTERPRETED_ROWS = 8
-_TABLE_COLUMNS = (
-    "replica_span",
-    "replica_slot",
-    "replica_threshold",
-    "static_slot",
-    "replica_payload",
-    "static_payload",
-    "replica_sequence",
-    "replica_depth",
-)
 
 
-def route_kernel(form: RouteForm, call: RouteCall, out: RoutingOutput, *, pdl: bool = False) -> RoutingOutput:
+def route_kernel(
+    plan: RouterPlan, call: RouteCall, out: RoutingOutput, *, pdl: bool = False
+) -> RoutingOutput:
     """Route one batch into `out` with one launch (none for an empty batch)."""
     if call.num_tokens == 0:
-        if "slot_histogram" in form.emit:
+        if "slot_histogram" in plan.emit:
             assert out.slot_histogram is not None
             out.slot_histogram.zero_()
         return out
-    if call.given_ids is None and call.expert_ids_by_token is None and not supports_groups(form.config):
-        call = choose_on_host_path(form.config, call)
-    grid, arguments, constants, options = launch_arguments(form, call, out, pdl)
-    route[grid](*arguments, **constants, **options)
+    if call.given_ids is None and call.expert_ids_by_token is None and not supports_groups(plan.config):
+        call = choose_on_host_path(plan.config, call)
+    grid, arguments, constants, options = launch_arguments(plan, call, out, pdl)
+    route[grid](*arguments, constants, **options)
     return out
 
 
@@ -51,14 +44,14 @@ def choose_on_host_path(config: RouterConfig, call: RouteCall) -> RouteCall:
     scores = score_experts(call.logits, config, call.bias, call.marked_bias, call.token_marker)
     ids = select_experts(scores.keys, config)
     weights = gather_scores(scores, ids)
-    return RouteCall(
-        num_tokens=call.num_tokens,
-        layer=call.layer,
+    return replace(
+        call,
+        logits=None,
+        bias=None,
+        marked_bias=None,
+        token_marker=None,
         given_ids=ids.to(torch.int32),
         given_weights=weights,
-        num_valid_tokens=call.num_valid_tokens,
-        row_offset=call.row_offset,
-        count=call.count,
     )
 
 
@@ -71,31 +64,25 @@ def _rows_contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
+def as_bytes(flags: Tensor) -> Tensor:
+    """Booleans as kernels take them."""
+    return flags.view(torch.uint8) if flags.dtype == torch.bool else flags
+
+
 def launch_arguments(
-    form: RouteForm, call: RouteCall, out: RoutingOutput, pdl: bool = False
-) -> tuple[tuple[int], list[Any], dict[str, Any], dict[str, Any]]:
-    """(grid, positional arguments, constants, compiler and launch options) of one launch."""
-    config, tables, counters = form.config, form.tables, form.counters
-    plan = plan_launch(config, call.num_tokens)
-    mode = "choose"
-    if call.given_ids is not None:
-        mode = "given"
-    elif call.expert_ids_by_token is not None:
-        mode = "table"
-    unused = form.seed
+    plan: RouterPlan, call: RouteCall, out: RoutingOutput, pdl: bool = False
+) -> tuple[tuple[int], list[Any], RouteConstants, dict[str, Any]]:
+    """(grid, arguments, constants, compiler and launch options) of one launch."""
+    tables, counters = plan.tables, plan.counters
+    constants = launch_constants(plan, call, pdl)
+    if not out.weights.is_cuda:
+        # The interpreter runs programs one after the other: wide ones cost it no more than narrow ones.
+        constants = with_rows(constants, INTERPRETED_ROWS)
+    unused = plan.seed
     logits = unused if call.logits is None else _rows_contiguous(call.logits)
     bias = unused if call.bias is None else _bias(call.bias)
-    marker = call.token_marker
-    if marker is not None and marker.dtype == torch.bool:
-        marker = marker.view(torch.uint8)
-    exact = form.form == "exact"
-    counted = call.count
-    tickets = counters.tickets[call.layer] if exact and counters.tickets is not None else unused
-    ticket_copies = counters.ticket_copies if call.num_tokens > EXACT_ROWS and not form.weighted else 1
-    buckets = form.num_buckets
-    scratch = unused
-    if "slot_histogram" in form.emit:
-        scratch = form.histogram_scratch()
+    marker = None if call.token_marker is None else as_bytes(call.token_marker)
+    by_ticket = plan.mode.pick == "ticket" and counters.tickets is not None
 
     def given(tensor: Tensor | None) -> Tensor:
         return unused if tensor is None else tensor.contiguous()
@@ -107,9 +94,9 @@ def launch_arguments(
         given(out.local_ids),
         given(out.packed_ids),
         given(out.slot_histogram),
-        scratch,
+        plan.histogram_scratch() if "slot_histogram" in plan.emit else unused,
         counters.counts[call.layer],
-        tickets,
+        counters.tickets[call.layer] if by_ticket else unused,  # type: ignore[index]
         logits,
         bias,
         unused if call.marked_bias is None else _bias(call.marked_bias),
@@ -119,81 +106,76 @@ def launch_arguments(
         given(call.expert_ids_by_token),
         given(call.token_ids),
         given(call.num_valid_tokens),
-        form.seed,
+        as_bytes(call.count) if isinstance(call.count, Tensor) else unused,
+        plan.seed,
         tables.layer_rows[call.layer],
         call.num_tokens,
         0 if call.logits is None else logits.stride(0),
         bias.stride(0) if call.bias is not None and call.bias.dim() == 2 else 0,
         0 if call.expert_ids_by_token is None else call.expert_ids_by_token.shape[0],
         _signed32(call.row_offset & 0xFFFFFFFF),  # the hash takes rows modulo 2**32
-        _signed32(hash_salt(form.form, tables.ep_rank)),
+        _signed32(hash_salt(plan.mode, tables.ep_rank)),
         tables.ep_rank,
     ]
-    constants: dict[str, Any] = {
-        "MODE": mode,
-        "HAS_BIAS": call.bias is not None and mode != "given",
-        "HAS_MARKED": call.marked_bias is not None and mode != "given",
-        "HAS_VALID": call.num_valid_tokens is not None,
-        "FORM": form.form,
-        "WEIGHTED": form.weighted and form.form != "static",
-        "COUNT": counted,
-        "PAYLOAD": fits_payload(tables.num_slots, tables.topology.ep_size) or form.form == "static",
-        "AT": tuple(tables.columns[name].start for name in _TABLE_COLUMNS),
-        "LOCAL_SLOTS": tables.num_local_slots,
-        "NUM_SLOTS": tables.num_slots,
-        "COPIES": counters.copies,
-        "TICKET_COPIES": ticket_copies,
-        "TICKET_STRIDE": counters.ticket_stride,
-        "EMIT": tuple(name in form.emit for name in OUTPUT_NAMES),
-        "BUCKETS": buckets,
-        "PDL": pdl,
-        "ROWS": plan.rows,
-        "CHUNKS": plan.chunks,
-        "DEPTH": plan.depth,
-        "CODED": plan.coded,
-        "SORT_BOUND": plan.sort_bound,
-        "SORT_BEST": plan.sort_best,
-        "EARLY": plan.early,
-        "SEGMENTS": plan.segments,
-        "SLOTS": plan.slots,
-        "GROUP_PAD": plan.group_pad,
-        "GROUP_LANES": plan.group_lanes,
-        **config_constants(config),
-        "BIAS_ON_SCORE": config.bias_domain == "score"
-        and (call.bias is not None or call.marked_bias is not None),
-    }
-    if not out.weights.is_cuda:
-        # The interpreter runs programs one after the other: wide ones cost it no more than narrow ones.
-        constants["ROWS"] = INTERPRETED_ROWS
-    grid = (-(-call.num_tokens // constants["ROWS"]),)
-    options: dict[str, Any] = {"num_warps": plan.warps}
-    if plan.registers is not None and out.weights.is_cuda:
-        options["maxnreg"] = plan.registers
+    grid = (-(-call.num_tokens // constants.plan.layout.rows),)
+    options: dict[str, Any] = {"num_warps": constants.plan.warps}
+    if constants.plan.registers is not None and out.weights.is_cuda:
+        options["maxnreg"] = constants.plan.registers
     if pdl:
         options["launch_pdl"] = True
     return grid, arguments, constants, options
 
 
-def config_constants(config: RouterConfig) -> dict[str, Any]:
-    """Constants that depend on the configuration alone."""
-    shared = config.num_shared_experts
-    return {
-        "E": config.num_experts,
-        "K": config.top_k,
-        "S": shared,
-        "G": config.num_groups if config.grouped else 1,
-        "TG": config.topk_group if config.grouped else 0,
-        "TOP2": config.topk_method == "noaux_tc",
-        "SCORING": config.scoring,
-        "SOFTCAP": float(config.softcap or 0.0),
-        "BY_ID": config.column_order == "expert_id",
-        "RENORMALIZE": config.renormalize,
-        "EPSILON": float(config.renormalize_epsilon),
-        "SCALE": float(config.routed_scaling_factor) if config.apply_routed_scaling_factor else 1.0,
-        "SHARED_WEIGHT": float(config.shared_weight),
-        "SHARED_PAD": 1 << max(shared - 1, 0).bit_length(),
-        "PER_RANK": config.shared_mode != "global" and shared > 0,
-    }
+def with_rows(constants: RouteConstants, rows: int) -> RouteConstants:
+    """The same with another number of rows a program."""
+    plan = constants.plan
+    return constants._replace(plan=plan._replace(layout=plan.layout._replace(rows=rows)))
+
+
+def launch_constants(plan: RouterPlan, call: RouteCall, pdl: bool) -> RouteConstants:
+    """What the kernel is compiled for, of one launch."""
+    config, counters = plan.config, plan.counters
+    source = "logits"
+    if call.given_ids is not None:
+        source = "given"
+    elif call.expert_ids_by_token is not None:
+        source = "table"
+    several_copies = call.num_tokens > EXACT_ROWS and not plan.mode.weighted
+    scaled = config.apply_routed_scaling_factor and not call.keep_weights
+    biased = source != "given"
+    plain, marked = call.bias is not None, call.marked_bias is not None
+    return RouteConstants(
+        source=source,
+        plan=plan_launch(config, call.num_tokens),
+        score=Score(
+            scoring=config.scoring,
+            softcap=float(config.softcap or 0.0),
+            plain_bias=plain and biased,
+            marked_bias=marked and biased,
+            bias_on_score=config.bias_domain == "score" and (plain or marked),
+            payload=plan.payload,
+        ),
+        weighing=Weighing(
+            by_id=config.column_order == "expert_id",
+            renormalize=config.renormalize and not call.keep_weights,
+            epsilon=float(config.renormalize_epsilon),
+            scale=float(config.routed_scaling_factor) if scaled else 1.0,
+        ),
+        mode=plan.mode,
+        table=plan.table_columns,
+        counting=Counting(
+            counts=call.count is not False,
+            by_flag=isinstance(call.count, Tensor),
+            by_row=call.route_padding and call.num_valid_tokens is not None and call.count is not False,
+            copies=counters.copies,
+            ticket_copies=counters.ticket_copies if several_copies else 1,
+            ticket_stride=counters.ticket_stride,
+        ),
+        columns=plan.columns,
+        padding=call.num_valid_tokens is not None and not (call.route_padding and call.count is False),
+        given_width=config.top_k if call.given_ids is None else call.given_ids.shape[1],
+        pdl=pdl,
+    )
 
 
 def _signed32(value: int) -> int:

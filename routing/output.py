@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from evenroute.routing.counters import ExpertCounters
+from evenroute.routing.kernels.types import Columns, Emit, TableColumns
 from evenroute.routing.settings.config import RouterConfig
-from evenroute.routing.tables.tables import DispatchTables
+from evenroute.routing.settings.modes import Mode
+from evenroute.routing.tables.tables import DispatchTables, fits_payload
 
 OUTPUT_NAMES = ("weights", "physical_ids", "logical_ids", "local_ids", "packed_ids", "slot_histogram")
 DEFAULT_EMIT = ("weights", "physical_ids")
@@ -46,18 +49,17 @@ class RoutingOutput:
 
 
 @dataclass(frozen=True)
-class RouteForm:
-    """What is fixed for a router's life: `kernel` and `reference` are functions of (form, call).
+class RouterPlan:
+    """What is fixed for a router's life: `route_kernel` and `route_reference` are functions of (plan, call).
 
-    form            "static", "exact", "hash" or "invariant"; weighted: replicas in planned shares
+    mode            how slots are found, a row of `settings.modes.MODES`
     num_buckets     number of physical ids, shared slots included
     """
 
     config: RouterConfig
     tables: DispatchTables
     counters: ExpertCounters
-    form: str
-    weighted: bool
+    mode: Mode
     emit: tuple[str, ...]
     seed: Tensor
     scratch: Tensor | None = None
@@ -66,6 +68,30 @@ class RouteForm:
         """[1 + buckets] int32, all zero between launches: programs done, and the histogram being counted."""
         assert self.scratch is not None
         return self.scratch
+
+    @cached_property
+    def payload(self) -> bool:
+        """Whether what the tables say of an expert fits beside its inverted id."""
+        return self.mode.pick == "slot" or fits_payload(self.tables.num_slots, self.tables.topology.ep_size)
+
+    @cached_property
+    def table_columns(self) -> TableColumns:
+        """Where the tables' columns start."""
+        return TableColumns(*(self.tables.columns[name].start for name in TableColumns._fields))
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The columns that a launch writes."""
+        config = self.config
+        return Columns(
+            shared=config.num_shared_experts,
+            shared_weight=float(config.shared_weight),
+            shared_per_rank=config.shared_mode != "global" and config.num_shared_experts > 0,
+            local_slots=self.tables.num_local_slots,
+            num_slots=self.tables.num_slots,
+            buckets=self.num_buckets,
+            emit=Emit(*(name in self.emit for name in OUTPUT_NAMES)),
+        )
 
     @property
     def slots_per_rank(self) -> int:
@@ -87,7 +113,9 @@ class RouteCall:
 
     logits [T, E] fp32, fp16 or bf16 (any row stride); bias [E] or [T, E]; marked_bias [E], token_marker [T];
     given_ids, given_weights [T, K]; expert_ids_by_token [vocab, K] and token_ids [T]; num_valid_tokens: int32 tensor
-    of one element, or None for all rows; row_offset: global index of row 0; count: add to the counters.
+    of one element, or None for all rows; row_offset: global index of row 0; count: add to the counters (a tensor of one
+    element decides on the device); route_padding: rows from num_valid_tokens on are routed too, and not counted;
+    given_ids and given_weights may hold the S shared columns too; keep_weights: as given, not renormalised or scaled.
     """
 
     num_tokens: int
@@ -102,22 +130,24 @@ class RouteCall:
     token_ids: Tensor | None = None
     num_valid_tokens: Tensor | None = None
     row_offset: int = 0
-    count: bool = True
+    count: bool | Tensor = True
+    route_padding: bool = False
+    keep_weights: bool = False
 
 
-def allocate_output(form: RouteForm, num_tokens: int, device: torch.device) -> RoutingOutput:
-    """Uninitialised buffers for what `form.emit` names."""
-    columns = form.config.num_columns
+def allocate_output(plan: RouterPlan, num_tokens: int, device: torch.device) -> RoutingOutput:
+    """Uninitialised buffers for what `plan.emit` names."""
+    columns = plan.config.num_columns
 
     def rows(name: str, dtype: torch.dtype) -> Tensor | None:
-        wanted = name in form.emit
+        wanted = name in plan.emit
         return torch.empty((num_tokens, columns), dtype=dtype, device=device) if wanted else None
 
     none = torch.empty((0, columns), dtype=torch.int32, device=device)
     weights, physical = rows("weights", torch.float32), rows("physical_ids", torch.int32)
     histogram = None
-    if "slot_histogram" in form.emit:
-        histogram = torch.empty(form.num_buckets, dtype=torch.int32, device=device)
+    if "slot_histogram" in plan.emit:
+        histogram = torch.empty(plan.num_buckets, dtype=torch.int32, device=device)
     return RoutingOutput(
         weights=none.float() if weights is None else weights,
         physical_ids=none if physical is None else physical,
@@ -125,10 +155,10 @@ def allocate_output(form: RouteForm, num_tokens: int, device: torch.device) -> R
         local_ids=rows("local_ids", torch.int32),
         packed_ids=rows("packed_ids", torch.int32),
         slot_histogram=histogram,
-        top_k=form.config.top_k,
-        num_shared=form.config.num_shared_experts,
-        routed_scaling_factor=form.config.routed_scaling_factor,
-        scaling_applied=form.config.apply_routed_scaling_factor,
-        num_buckets=form.num_buckets,
-        emitted=form.emit,
+        top_k=plan.config.top_k,
+        num_shared=plan.config.num_shared_experts,
+        routed_scaling_factor=plan.config.routed_scaling_factor,
+        scaling_applied=plan.config.apply_routed_scaling_factor,
+        num_buckets=plan.num_buckets,
+        emitted=plan.emit,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evenroute.eplb._io import open_input
-from evenroute.eplb.loads.source import damaged
+from evenroute.eplb.loads.decoding import damaged
 
 
 def read_pt(path: Path) -> Any:

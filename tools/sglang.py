@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.placement.file import write_beside_and_rename
+from evenroute.eplb._io import write_beside_and_rename
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology, check_plan_numbers
 from evenroute.eplb.planner.plan import Plan, plan_placement

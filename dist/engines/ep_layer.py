@@ -104,6 +104,9 @@ class EpMoeLayer:
             out = out * routing.routed_scaling_factor
         return out.to(hidden.dtype)
 
+    def __repr__(self) -> str:
+        return f"<EpMoeLayer rank {self.rank} of {self.ep_size}, {self.experts.num_slots} slots, tokens={self.tokens}>"
+
     def _compute(self, rows: Tensor, slots: Tensor) -> Tensor:
         """Local experts on unsorted rows; ``slots [M]`` local, ``num_slots`` for padding."""
         order = torch.argsort(slots, stable=True)
@@ -194,13 +197,14 @@ def _check_shared(shared: object) -> None:
 
 
 def _check_call(experts: ExpertCompute, hidden: Tensor, routing: Routing) -> None:
-    # Experts of this package tell what rows they take; an engine's own need not.
+    # Experts of an engine's own may lack these attributes.
     dtype, device = getattr(experts, "dtype", None), getattr(experts, "device", None)
     width = getattr(experts, "hidden_size", "H")
     dtypes = (dtype,) if isinstance(dtype, torch.dtype) else WEIGHT_DTYPES
     on = device if isinstance(device, torch.device) else None
     require_tensor("hidden", hidden, ("T", width), dtypes=dtypes, device=on)
-    _require_memory("hidden", hidden)
+    if hidden.is_meta:
+        raise ValueError("hidden must lie in memory, found a tensor on meta")
     weights, ids = (getattr(routing, name, None) for name in ("weights", "physical_ids"))
     if weights is None or ids is None:
         raise ValueError(f"routing must hold weights and physical_ids, found {describe(routing)}")
@@ -209,11 +213,6 @@ def _check_call(experts: ExpertCompute, hidden: Tensor, routing: Routing) -> Non
     require_tensor("routing.weights", weights, tuple(ids.shape), dtypes=WEIGHT_DTYPES, device=hidden.device)
     require_bool("routing.scaling_applied", getattr(routing, "scaling_applied", None))
     require_number("routing.routed_scaling_factor", getattr(routing, "routed_scaling_factor", None))
-
-
-def _require_memory(name: str, value: Tensor) -> None:
-    if value.is_meta:
-        raise ValueError(f"{name} must lie in memory, found a tensor on meta")
 
 
 def _repeat_rows(hidden: Tensor, times: int) -> Tensor:
@@ -246,11 +245,7 @@ def moe_reference(
     """One process, logical experts: ``sum_c weights[t, c] * expert[logical_ids[t, c]](hidden[t])``, times ``factor``.
 
     ``gate_up [E, 2 I, H]``, ``down [E, H, I]``; logical ids E.. are the shared experts, -1 is padding. fp32 out.
-    Raises ValueError for tensors of other shapes, dtypes or devices.
     """
-    _check_reference(hidden, logical_ids, weights, gate_up, down)
-    _check_shared(shared_experts)
-    require_number("factor", factor)
     num_experts = gate_up.shape[0]
     out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     tables = [(gate_up[e], down[e]) for e in range(num_experts)] + (shared_experts or [])
@@ -260,17 +255,3 @@ def moe_reference(
             product = expert_mlp(hidden[tokens], wide, narrow).float()
             out.index_add_(0, tokens, product * weights[tokens, columns, None])
     return out * factor
-
-
-def _check_reference(hidden: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> None:
-    require_tensor("hidden", hidden, ("T", "H"), dtypes=WEIGHT_DTYPES)
-    _require_memory("hidden", hidden)
-    (rows, width), device = hidden.shape, hidden.device
-    require_tensor("logical_ids", ids, (rows, "C"), dtypes=ID_DTYPES, device=device)
-    require_tensor("weights", weights, tuple(ids.shape), dtypes=WEIGHT_DTYPES, device=device)
-    require_tensor("gate_up", gate_up, ("E", "2 I", width), dtypes=(hidden.dtype,), device=device)
-    num_experts, wide = gate_up.shape[:2]
-    if wide % 2:
-        raise ValueError(f"gate_up must have shape [E, 2 I, {width}], found {list(gate_up.shape)}")
-    shape = (num_experts, width, wide // 2)
-    require_tensor("down", down, shape, dtypes=(hidden.dtype,), device=device)

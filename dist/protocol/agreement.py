@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.wire.messages import NO_KEY
+from evenroute.dist.wire.messages import NO_KEY, Key
 from evenroute.eplb.placement.placement import (
     DIGEST_MASK,
     Placement,
@@ -22,8 +22,6 @@ from evenroute.eplb.placement.placement import (
     placement_digest,
     row_digest,
 )
-
-Key: TypeAlias = tuple[int, int]
 
 VECTOR_LENGTH: Final = 10
 """int64: epoch, -epoch, version, -version, digest, -digest, staged, -error, state hash, -state hash."""
@@ -130,8 +128,6 @@ class AgreedState:
     """
 
     def __init__(self, start: Version, *, num_buffers: int, settings: tuple[int, ...] = ()) -> None:
-        if num_buffers < 1:
-            raise ValueError(f"num_buffers={num_buffers}: must be at least 1")
         layers = range(start.placement.num_layers)
         self.num_buffers = num_buffers
         self.live_rows: list[PlacementRow] = list(start.rows)

@@ -8,12 +8,13 @@ supervisor may start a new life). A peer is whatever the driver addresses a conn
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import ParamSpec
 
 import numpy as np
 
-from evenroute.dist.protocol.agreement import Key, Version
-from evenroute.dist.protocol.load_view import LoadView
-from evenroute.dist.protocol.receipt import WindowReceipt
+from evenroute.dist.protocol.agreement import Version
+from evenroute.dist.protocol.publication import Publication, fits
+from evenroute.dist.protocol.receipt import LoadView, WindowReceipt
 from evenroute.dist.protocol.store import ProtocolStore, StaleEpochError, StoreError
 from evenroute.dist.protocol.types import (
     EPOCH_RANDOM_BITS,
@@ -22,36 +23,26 @@ from evenroute.dist.protocol.types import (
     Peer,
     Phase,
     PlacementInfo,
-    RebalancerConfig,
     RebalancerCounters,
+    Timeouts,
 )
-from evenroute.dist.protocol.view import RunView
+from evenroute.dist.protocol.view import RunView, implausible
 from evenroute.dist.wire.messages import (
-    NO_KEY,
+    Goodbye,
     JobShape,
-    PlacementMessage,
+    RankStatus,
+    RankWindow,
+    Refusal,
     Rows,
     RowsRequest,
     Snapshot,
     SnapshotRequest,
-    Status,
     Token,
     Up,
-    Window,
-    pack_placement,
 )
 from evenroute.eplb.placement.placement import Placement
 
-__all__ = [
-    "Notice",
-    "Outgoing",
-    "Peer",
-    "Phase",
-    "PlacementInfo",
-    "RebalancerConfig",
-    "RebalancerCore",
-    "RebalancerCounters",
-]
+_Arguments = ParamSpec("_Arguments")
 
 
 class RebalancerCore:
@@ -65,7 +56,7 @@ class RebalancerCore:
     def __init__(
         self,
         store: ProtocolStore,
-        config: RebalancerConfig,
+        config: Timeouts,
         *,
         random_bits: Callable[[int], int],
         stamp: Callable[[], float],
@@ -75,23 +66,18 @@ class RebalancerCore:
         self.phase = Phase.WAITING
         self.ended: str | None = None
         self.epoch = 0
-        self.version = 0
-        self.newest: Version | None = None
         self.job: JobShape | None = None
         self.view: RunView | None = None
         self.counters = RebalancerCounters()
         self.notices: deque[Notice] = deque(maxlen=1000)
         self.keep_rank_detail = False
         self._store = store
+        self._published = Publication(store, config)
         self._random_bits = random_bits
         self._stamp = stamp
         self._accept_job = accept_job
-        self._token = self._draw_token()
-        self._newest_message: PlacementMessage | None = None
-        self._highest_fence = 0
+        self._token = random_bits(62) or 1
         self._first_due = False
-        self._published_at = 0.0
-        self._timeout = config.publish_timeout_s
         self._rows_asked_at = float("-inf")
         self.windows = WindowReceipt(store, self.counters, self.notices)
 
@@ -99,60 +85,52 @@ class RebalancerCore:
 
     def receive(self, peer: Peer, message: Up, now: float) -> list[Outgoing]:
         """Take one message. Returns what to send, in order."""
-        if self.phase is Phase.ENDED:
-            return []
-        try:
-            match message:
-                case Status():
-                    return self._receive_status(peer, message, now)
-                case Window():
-                    return self._receive_windows([(peer, message)])
-                case Rows():
-                    return self._receive_rows(message, now)
-                case SnapshotRequest():
-                    return self._receive_snapshot_request(peer, message, now)
-        except StaleEpochError as error:
-            return self._end(str(error))
+        match message:
+            case RankStatus():
+                return self._guarded(self._receive_status, peer, message, now)
+            case RankWindow():
+                return self.receive_windows([(peer, message)])
+            case Rows():
+                return self._guarded(self._receive_rows, peer, message, now)
+            case SnapshotRequest():
+                return self._guarded(self._receive_snapshot_request, peer, message, now)
+            case Goodbye():
+                return []  # the driver's: nothing of the protocol depends on it
 
-    def receive_windows(self, windows: Sequence[tuple[Peer, Window]]) -> list[Outgoing]:
+    def receive_windows(self, windows: Sequence[tuple[Peer, RankWindow]]) -> list[Outgoing]:
         """Take many windows in one store transaction (acknowledged when it is committed)."""
-        if self.phase is Phase.ENDED:
-            return []
-        try:
-            return self._receive_windows(windows)
-        except StaleEpochError as error:
-            return self._end(str(error))
+        return self._guarded(self._receive_windows, windows)
 
     def tick(self, now: float) -> list[Outgoing]:
         """What is due by time or was held back."""
-        if self.phase is not Phase.SERVING:
+        return self._guarded(self._advance, now) if self.phase is Phase.SERVING else []
+
+    def _guarded(
+        self, act: Callable[_Arguments, list[Outgoing]], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> list[Outgoing]:
+        """``act``, unless this life is over; it ends when the store has a later epoch."""
+        if self.phase is Phase.ENDED:
             return []
         try:
-            return self._advance(now)
+            return act(*args, **kwargs)
         except StaleEpochError as error:
             return self._end(str(error))
 
-    def _receive_status(self, peer: Peer, status: Status, now: float) -> list[Outgoing]:
-        self._highest_fence = max(self._highest_fence, status.fence)
-        if self._fenced(status):
+    def _receive_status(self, peer: Peer, status: RankStatus, now: float) -> list[Outgoing]:
+        if (reason := self._implausible(status)) is not None:
+            return self._refuse(peer, status.run, "status", f"rank {status.rank}: {reason}")
+        if self._fenced(status, now):
             return self._end(
-                f"rank {status.rank} is led by epoch {status.fence}, above this one's {self.epoch}"
+                f"rank {status.rank} is led by epoch {status.fence}, above {self.epoch}, this one's"
             )
         if self.view is None or status.run != self.view.run:
             if status.token != self._token:
                 self.counters.statuses_of_other_runs += 1
                 return [Outgoing(peer, Token(status.run, self.epoch, self._token))]
-            if not self._adopt(status):
-                return []
+            if (reason := self._accept_job(status.job)) is not None:
+                return self._refuse(peer, status.run, "status", f"job refused: {reason}")
+            self._adopt(status)
         assert self.view is not None
-        if status.job != self.view.job:
-            self._reject("job", f"rank {status.rank}: job shape {status.job}, the run has {self.view.job}")
-            return []
-        highest = max(status.held, self.view.key_range(status)[1])
-        if self.phase is Phase.SERVING and highest > (self.epoch, self.version):
-            # Its fence is not above this epoch, so nobody can have published that.
-            self._reject("status", f"rank {status.rank}: has version {highest}, which was never published")
-            return []
         self.counters.statuses += 1
         self.view.add(status, peer, now)
         if self.phase is Phase.WAITING:
@@ -160,72 +138,70 @@ class RebalancerCore:
                 return []
             self._first_due = True
             return self._advance(now)
-        if status.fence > self.epoch:
-            return self._end(
-                f"rank {status.rank} is led by epoch {status.fence}, above this one's {self.epoch}"
-            )
         return self._answer_status(peer, status, now)
 
-    def _fenced(self, status: Status) -> bool:
-        # Of any run: an epoch below a rank's fence can't reach that rank any more, not even with a token.
-        return self.phase is Phase.SERVING and status.fence > self.epoch
+    def _implausible(self, status: RankStatus) -> str | None:
+        """Why nobody honest can have sent this; None if it may be."""
+        if self.phase is Phase.WAITING:
+            return implausible(status, self.view, known_epoch=self._store.last_epoch(), newest=None)
+        return implausible(status, self.view, known_epoch=self.epoch, newest=(self.epoch, self.version))
 
-    def _answer_status(self, peer: Peer, status: Status, now: float) -> list[Outgoing]:
+    def _fenced(self, status: RankStatus, now: float) -> bool:
+        """An epoch below a rank's fence can't reach that rank any more, not even with a token.
+
+        Another run's fence counts only while the current one is not heard: else a stranger could end this life.
+        """
+        if self.phase is not Phase.SERVING or status.fence <= self.epoch:
+            return False
+        return (
+            self.view is None or status.run == self.view.run or not self.view.lives(now, self.config.live_s)
+        )
+
+    def _answer_status(self, peer: Peer, status: RankStatus, now: float) -> list[Outgoing]:
         assert self.view is not None
-        newest = self._newest_key()
+        newest = self._published.key
         if max(status.held, self.view.key_range(status)[1]) > newest:
             self._first_due = True
         elif status is self.view.newest_status and self.view.live_range() == (newest, newest):
-            self._timeout = self.config.publish_timeout_s
-        version = self.version
+            self._published.settled_in_time()
         out = self._advance(now)
-        if version == self.version and self._newest_message is not None and status.held < newest:
+        if newest == self._published.key and status.held < newest:
             self.counters.placements_resent += 1
-            out.append(Outgoing(peer, self._newest_for_run(self._newest_message)))
+            out.append(Outgoing(peer, self._published.message(self.view.run, self.epoch)))
         return out
 
-    def _adopt(self, status: Status) -> bool:
-        if not self._job_accepted(status.job):
-            return False
-        self._token = self._draw_token()
+    def _adopt(self, status: RankStatus) -> None:
+        self._token = self._random_bits(62) or 1
         self.view = RunView(status.run, status.job, self._store)
         self.windows.begin_run(status.job)
         self._first_due = False
-        self._note("run", f"the current run is {status.run:#x}, {status.job.ep_size} ranks")
+        self.notices.append(Notice("run", f"the current run is {status.run:#x}, {status.job.ep_size} ranks"))
         if self.job != status.job:
             self.job = status.job
             if self.phase is Phase.SERVING:
                 self._take_newest_of_store()
-        return True
-
-    def _job_accepted(self, job: JobShape) -> bool:
-        reason = self._accept_job(job)
-        if reason is not None:
-            self._reject("job", f"job refused: {reason}")
-        return reason is None
 
     def _receive_snapshot_request(self, peer: Peer, request: SnapshotRequest, now: float) -> list[Outgoing]:
-        if not self._job_accepted(request.job):
-            return []
+        if (reason := self._accept_job(request.job)) is not None:
+            return self._refuse(peer, 0, "snapshot?", f"job refused: {reason}", request.nonce)
         if self.phase is Phase.WAITING:
-            if self.job is None:
-                self.job = request.job
+            self.job = self.job or request.job
             if not self._begin(now):
                 return []
-        newest, message = self.newest, self._newest_message
-        if newest is None or message is None or request.job != self.job:
-            return [Outgoing(peer, Snapshot(0, self.epoch, request.nonce))]
-        answer = Snapshot(0, self.epoch, request.nonce, newest.key, newest.digest, message.placement)
+        answer, newest = Snapshot(0, self.epoch, request.nonce), self.newest
+        if newest is not None and request.job == self.job:
+            answer = Snapshot(0, self.epoch, request.nonce, newest.key, newest.digest, self._published.wire)
         return [Outgoing(peer, answer)]
 
-    def _receive_rows(self, message: Rows, now: float) -> list[Outgoing]:
+    def _receive_rows(self, peer: Peer, message: Rows, now: float) -> list[Outgoing]:
         if self.view is None or message.run != self.view.run or self.phase is not Phase.SERVING:
+            return []
+        if not self.view.speaks_for(peer, message.rank):
             return []
         try:
             found = self.view.take_rows(message)
         except ValueError as error:
-            self._reject("rows", f"rank {message.rank}: rows refused: {error}")
-            return []
+            return self._refuse(peer, message.run, "rows", f"rank {message.rank}: {error}")
         for digest, row in found.items():
             try:
                 self._store.keep_row(digest, row.slots, row.shares, epoch=self.epoch)
@@ -233,7 +209,7 @@ class RebalancerCore:
                 self._store_failed(f"live row not kept: {error}")
         return self._advance(now)
 
-    def _receive_windows(self, windows: Sequence[tuple[Peer, Window]]) -> list[Outgoing]:
+    def _receive_windows(self, windows: Sequence[tuple[Peer, RankWindow]]) -> list[Outgoing]:
         if self.phase is not Phase.SERVING or self.view is None:
             self.counters.windows_ignored += len(windows)
             return []
@@ -246,9 +222,10 @@ class RebalancerCore:
     def _begin(self, now: float) -> bool:
         """Take an epoch above all that are known; True if the life began."""
         try:
-            highest = max(self._store.last_epoch(), self._highest_fence)
-            counter = (highest >> EPOCH_RANDOM_BITS) + 1
-            epoch = counter << EPOCH_RANDOM_BITS | self._random_bits(EPOCH_RANDOM_BITS)
+            fences = () if self.view is None else (rank.fence for rank in self.view.ranks.values())
+            highest = max([self._store.last_epoch(), *fences])
+            epoch = (highest >> EPOCH_RANDOM_BITS) + 1 << EPOCH_RANDOM_BITS
+            epoch |= self._random_bits(EPOCH_RANDOM_BITS)
             self._store.begin_epoch(epoch, pid=self.config.pid, now=self._stamp())
         except StoreError as error:
             self._store_failed(f"epoch not kept: {error}")
@@ -256,49 +233,16 @@ class RebalancerCore:
         except ValueError as error:
             self._end(f"another rebalancer began meanwhile: {error}")
             return False
-        self.epoch, self.phase, self._published_at = epoch, Phase.SERVING, now
+        self.epoch, self.phase, self._published.at = epoch, Phase.SERVING, now
         self._take_newest_of_store()
         return True
-
-    def _take_newest_of_store(self) -> None:
-        """Newest = the store's, under the key it has there, if it fits the job."""
-        self.newest = self._newest_message = None
-        try:
-            stored = self._store.newest_placement()
-        except StoreError as error:
-            self._store_failed(f"placements not readable: {error}")
-            return
-        if stored is not None and self.job is not None and fits(stored.placement, self.job):
-            self._set_newest(Version.of((stored.epoch, stored.version), stored.placement))
-
-    def _set_newest(self, version: Version) -> None:
-        self.newest = version
-        self._newest_message = PlacementMessage(
-            run=0 if self.view is None else self.view.run,
-            epoch=self.epoch,
-            key=version.key,
-            digest=version.digest,
-            placement=pack_placement(version.placement),
-        )
-
-    def _newest_for_run(self, message: PlacementMessage) -> PlacementMessage:
-        assert self.view is not None
-        if message.run != self.view.run:
-            message = PlacementMessage(
-                self.view.run, self.epoch, message.key, message.digest, message.placement
-            )
-            self._newest_message = message
-        return message
-
-    def _newest_key(self) -> Key:
-        return NO_KEY if self.newest is None else self.newest.key
 
     def _advance(self, now: float) -> list[Outgoing]:
         """Ask for rows that are missing; publish the life's first when it is due and known."""
         if self.view is None:
             return []
         if self._first_due:
-            content = self.view.live_placement() if self.newest is None else self.newest.placement
+            content = self.live_placement() if self.newest is None else self.newest.placement
             if content is not None:
                 reason = "the store's newest" if self.newest is not None else "the rows in use"
                 moves = np.zeros(content.num_layers, dtype=np.int64)
@@ -310,44 +254,43 @@ class RebalancerCore:
     def _ask_rows(self, now: float) -> list[Outgoing]:
         assert self.view is not None
         self._rows_asked_at = now
-        newest_vote = max(rank.vote for rank in self.view.ranks.values())
-        # One rank is enough; of those that are furthest the one heard last is the likeliest to be there.
-        furthest = [rank for rank in self.view.ranks.values() if rank.vote == newest_vote]
-        peer = max(furthest, key=lambda rank: rank.heard_at).peer
-        return [Outgoing(peer, RowsRequest(self.view.run, self.epoch))]
+        return [Outgoing(self.view.furthest_peer(), RowsRequest(self.view.run, self.epoch))]
 
     def _publish(self, placement: Placement, info: PlacementInfo, now: float) -> list[Outgoing]:
         assert self.view is not None
         try:
-            self._store.add_placement(
-                placement,
-                epoch=self.epoch,
-                version=self.version + 1,
-                now=self._stamp(),
-                moves=info.moves,
-                policy=info.policy,
-                reason=info.reason,
-                balancedness_before=info.balancedness_before,
-                balancedness_predicted=info.balancedness_predicted,
-            )
+            message = self._published.publish(placement, info, self.epoch, self.view.run, self._stamp(), now)
         except StoreError as error:
             self._store_failed(f"version {self.version + 1} not kept, so not published: {error}")
             return []
-        self.version += 1
-        self._first_due, self._published_at = False, now
-        self._set_newest(Version.of((self.epoch, self.version), placement))
+        self._first_due = False
         self.counters.placements_published += 1
-        assert self._newest_message is not None
-        return [Outgoing(rank.peer, self._newest_message) for rank in self.view.ranks.values()]
+        return [Outgoing(rank.peer, message) for rank in self.view.ranks.values()]
+
+    def _take_newest_of_store(self) -> None:
+        try:
+            self._published.take_stored(self.job)
+        except StoreError as error:
+            self._store_failed(f"placements not readable: {error}")
 
     # ------------------------------------------------------------------- for the planner and driver
+
+    @property
+    def newest(self) -> Version | None:
+        """The newest version, of this life or of the store; None before there is one."""
+        return self._published.newest
+
+    @property
+    def version(self) -> int:
+        """The last version of this life; 0 before its first."""
+        return self._published.version
 
     def has_view(self) -> bool:
         """Whether a current run, its live rows and their contents are known."""
         return self.phase is Phase.SERVING and self.live_placement() is not None
 
     def live_placement(self) -> Placement | None:
-        """What the ranks route with, rows of different versions side by side; None while not (fully) known."""
+        """What the ranks route with, layers of different versions side by side; None while not (fully) known."""
         return None if self.view is None else self.view.live_placement()
 
     def loads(self) -> LoadView | None:
@@ -361,27 +304,17 @@ class RebalancerCore:
 
     def settled(self) -> bool:
         """Whether the newest version is live in all layers, or never will be (failed, conflict, refused)."""
-        if self.view is None or self.view.newest_status is None:
-            return False
-        newest = self._newest_key()
-        return self.view.live_range() == (newest, newest) or self.view.given_up() >= newest
+        return self.view is not None and self.view.settled(self._published.key)
 
     def ranks_behind(self) -> tuple[int, ...]:
-        """Ranks that have not told that they hold the newest version: they keep all others from switching to it."""
-        if self.view is None:
-            return ()
-        newest = self._newest_key()
-        return tuple(
-            rank
-            for rank in range(self.view.job.ep_size)
-            if rank not in self.view.ranks or self.view.ranks[rank].held < newest
-        )
+        """Ranks that have not reported that they hold the newest version: they keep all others from switching to it."""
+        return () if self.view is None else self.view.ranks_below(self._published.key)
 
     def may_publish(self, now: float) -> bool:
         """Whether a next version is allowed now."""
         if not self.has_view() or self._first_due:
             return False
-        return self.newest is None or self.settled() or now - self._published_at >= self._timeout
+        return self.newest is None or self.settled() or self._published.overdue(now)
 
     def publish(self, placement: Placement, info: PlacementInfo, now: float) -> list[Outgoing]:
         """Keep the next version, then send it to each rank. Empty if it can't be kept (counted) or the life ended.
@@ -394,12 +327,9 @@ class RebalancerCore:
         if not fits(placement, self.view.job):
             raise ValueError("publish: the placement does not fit the job")
         late = self.newest is not None and not self.settled()
-        try:
-            out = self._publish(placement, info, now)
-        except StaleEpochError as error:
-            return self._end(str(error))
+        out = self._guarded(self._publish, placement, info, now)
         if out and late:
-            self._timeout = min(2 * self._timeout, self.config.max_publish_timeout_s)
+            self._published.late()
         return out
 
     # -------------------------------------------------------------------------------------- notices
@@ -409,26 +339,12 @@ class RebalancerCore:
         self.notices.append(Notice("ended", reason))
         return []
 
-    def _reject(self, kind: str, text: str) -> None:
+    def _refuse(self, peer: Peer, run: int, what: str, reason: str, number: int = 0) -> list[Outgoing]:
+        """The answer that ends a message which will never be taken."""
         self.counters.messages_rejected += 1
-        self._note(kind, text)
+        self.notices.append(Notice(what.rstrip("?"), f"{what} refused: {reason}"))
+        return [Outgoing(peer, Refusal(run, self.epoch, what, number, reason[:500]))]
 
     def _store_failed(self, text: str) -> None:
         self.counters.store_errors += 1
         self.notices.append(Notice("store", text))
-
-    def _note(self, kind: str, text: str) -> None:
-        self.notices.append(Notice(kind, text))
-
-    def _draw_token(self) -> int:
-        return self._random_bits(62) or 1
-
-
-def fits(placement: Placement, job: JobShape) -> bool:
-    """Whether a placement has the job's sizes."""
-    topology = placement.topology
-    found = (placement.num_layers, placement.num_logical_experts, placement.num_slots)
-    return (*found, topology.ep_size, topology.num_nodes) == (
-        *(job.num_layers, job.num_logical_experts, job.num_slots),
-        *(job.ep_size, job.num_nodes),
-    )

@@ -10,11 +10,21 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from evenroute.dist.wire.messages import JobShape
 from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.store.schema import PlacementRow, RankWindow, StaleEpochError, StoreError
+from evenroute.eplb.store.schema import JobRow, PublishedPlacement, RankWindowRow, StaleEpochError, StoreError
 from evenroute.eplb.store.writer import Receipt
 
-__all__ = ["PlacementRow", "ProtocolStore", "RankWindow", "Receipt", "StaleEpochError", "StoreError"]
+__all__ = [
+    "JobRow",
+    "ProtocolStore",
+    "PublishedPlacement",
+    "RankWindowRow",
+    "Receipt",
+    "StaleEpochError",
+    "StoreError",
+    "job_row",
+]
 
 
 class ProtocolStore(Protocol):
@@ -26,13 +36,15 @@ class ProtocolStore(Protocol):
     def begin_epoch(self, epoch: int, *, pid: int, now: float) -> None:
         """Register a life; ValueError unless ``epoch`` is above all earlier ones (checked in the transaction)."""
 
+    def set_job(self, run: int, job: JobRow, *, epoch: int, now: float) -> None:
+        """Keep the shape of a run, before its first window; may be repeated with the same shape."""
+
     def add_windows(
         self,
-        windows: Sequence[RankWindow],
+        windows: Sequence[RankWindowRow],
         *,
         epoch: int,
         now: float,
-        num_sources: int,
         keep_rank_detail: bool = False,
     ) -> list[Receipt]:
         """In one transaction: each window whose seq is above the stored last_seq[run, rank] is inserted and becomes
@@ -53,7 +65,7 @@ class ProtocolStore(Protocol):
     ) -> None:
         """Keep a placement under its key, and its rows under their digests."""
 
-    def newest_placement(self) -> PlacementRow | None:
+    def newest_placement(self) -> PublishedPlacement | None:
         """The placement with the highest key."""
 
     def keep_row(
@@ -66,3 +78,18 @@ class ProtocolStore(Protocol):
 
     def add_event(self, kind: str, text: str, *, epoch: int | None, now: float) -> None:
         """Note something for the operator; ``kind`` is a short fixed word."""
+
+
+def job_row(job: JobShape) -> JobRow:
+    """A run's shape as the store keeps it."""
+    return JobRow(
+        model=job.model,
+        phase="",
+        num_layers=job.num_layers,
+        num_logical_experts=job.num_logical_experts,
+        num_slots=job.num_slots,
+        ep_size=job.ep_size,
+        num_nodes=job.num_nodes,
+        top_k=job.top_k,
+        shared_counts=job.shared_counts,
+    )

@@ -1,8 +1,8 @@
 """One rank's stream of counts: a sealed window in flight, an open one behind it. No I/O, no clock.
 
-A sealed window never changes and is resent until acknowledged; later counts add up in one open window, sealed with
-the next sequence number at the acknowledgement. So memory is bounded by two windows, and counted = stored + in flight
-(unless stored) + open.
+A sealed window never changes and is resent until it is acknowledged, or refused for good; later counts add up in one
+open window, sealed with the next sequence number then. So memory is bounded by two windows, and counted = stored +
+refused + in flight (unless stored) + open.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.wire.messages import Window
+from evenroute.dist.wire.messages import RankWindow
 
 
 @dataclass
@@ -41,12 +41,14 @@ class RankStream:
         self._sent_at = 0.0
         self._next_seq = 1
         self._open: _OpenWindow | None = None
-        self.in_flight: Window | None = None
+        self.in_flight: RankWindow | None = None
         self.windows_acknowledged = 0
+        self.windows_refused = 0
+        self.tokens_refused = 0
 
     def add(
         self, first_step: int, last_step: int, tokens: int, counts: NDArray[np.int64], now: float
-    ) -> list[Window]:
+    ) -> list[RankWindow]:
         """Add a take: counts int64 [L, E] (copied) of steps ``first_step..last_step``. Returns what to send now."""
         if self._open is None:
             self._open = _OpenWindow(first_step, last_step, tokens, np.array(counts, dtype=np.int64))
@@ -57,7 +59,7 @@ class RankStream:
             self._open.counts += counts
         return self._seal(now)
 
-    def acknowledged(self, seq: int, now: float) -> list[Window]:
+    def acknowledged(self, seq: int, now: float) -> list[RankWindow]:
         """The window ``seq`` is stored; any but the one in flight is ignored. Returns what to send now."""
         if self.in_flight is None or self.in_flight.seq != seq:
             return []
@@ -65,14 +67,23 @@ class RankStream:
         self.windows_acknowledged += 1
         return self._seal(now)
 
-    def tick(self, now: float) -> list[Window]:
+    def refused(self, seq: int, now: float) -> list[RankWindow]:
+        """The window ``seq`` will never be stored: it is dropped. Returns what to send now."""
+        if self.in_flight is None or self.in_flight.seq != seq:
+            return []
+        self.tokens_refused += self.in_flight.tokens
+        self.in_flight = None
+        self.windows_refused += 1
+        return self._seal(now)
+
+    def tick(self, now: float) -> list[RankWindow]:
         """The window in flight again, if it was sent ``resend_s`` ago."""
         if self.in_flight is None or now - self._sent_at < self._resend_s:
             return []
         self._sent_at = now
         return [self.in_flight]
 
-    def resend(self, now: float) -> list[Window]:
+    def resend(self, now: float) -> list[RankWindow]:
         """The window in flight again, at once (a connection is new)."""
         self._sent_at = now
         return [] if self.in_flight is None else [self.in_flight]
@@ -91,11 +102,11 @@ class RankStream:
             open_steps=None if merged is None else (merged.first_step, merged.last_step),
         )
 
-    def _seal(self, now: float) -> list[Window]:
+    def _seal(self, now: float) -> list[RankWindow]:
         if self.in_flight is not None or self._open is None:
             return []
         merged, self._open = self._open, None
-        self.in_flight = Window(
+        self.in_flight = RankWindow(
             run=self._run,
             rank=self._rank,
             seq=self._next_seq,

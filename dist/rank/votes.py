@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,16 +17,10 @@ import torch.distributed as torch_dist
 from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
+from evenroute.dist.groups import RollCall
+
 _STOP = None
 _LOOK_S = 1.0
-
-
-class RollCall(Protocol):
-    """The part of `process_groups.RollCall` that a vote needs."""
-
-    def called(self, operation: str) -> bool: ...
-
-    def missing(self, operation: str, wait_s: float) -> str: ...
 
 
 class VoteError(RuntimeError):
@@ -65,9 +58,12 @@ class VoteThread:
         return found
 
     def _get(self, operation: str) -> NDArray[np.int64] | Exception:
-        """The result, or why there is none. A rank whose neighbour died knows at once, one that waits for another only
-        after the limit: it looks each second whether the first has called the roll, to be there when it does."""
-        # The collective itself has the limit; the rest is for its error to come back.
+        """The result, or why there is none.
+
+        A rank whose neighbour died sees the error at once, other ranks only at the limit; so each second they look
+        whether some rank has called the roll, and sign it in time.
+        """
+        # The collective fails at the limit; two more seconds let its error arrive.
         limit_s = self._limit_s + 2.0
         deadline = time.monotonic() + limit_s
         while True:
@@ -90,7 +86,7 @@ class VoteThread:
             self._reduced.put(posted[1])
 
     def close(self, limit_s: float) -> bool:
-        """End the thread after the outstanding vote; False if that did not end within `limit_s`."""
+        """End the thread after the outstanding vote; False if that took longer than `limit_s`."""
         self._posted.put(_STOP)
         deadline = time.monotonic() + limit_s
         self._thread.join(max(0.0, deadline - time.monotonic()))

@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from evenroute.dist.protocol.rebalancer import Phase, RebalancerCore
+from evenroute.dist.protocol.rebalancer import RebalancerCore
+from evenroute.dist.protocol.types import Phase
 from evenroute.dist.rebalancer.log import LimitedLog
+from evenroute.dist.rebalancer.plan_cycle import PlanCycle
 from evenroute.dist.rebalancer.record_orders import PassOrders
 from evenroute.dist.rebalancer.recording import Recorder
 from evenroute.dist.wire.control import (
@@ -18,12 +20,13 @@ from evenroute.dist.wire.control import (
     Answer,
     Done,
     ForeignVersionError,
+    PlansOrder,
+    RebalancerStatus,
     RecordRead,
     RecordStart,
     RecordStop,
     Refused,
     Request,
-    Status,
     StatusAnswer,
     StatusRequest,
     decode_request,
@@ -48,12 +51,14 @@ class ControlService:
     def __init__(
         self,
         core: RebalancerCore,
+        plans: PlanCycle,
         recorder: Recorder,
-        build_status: Callable[[float], Status],
+        build_status: Callable[[float], RebalancerStatus],
         rejected: Counter[str],
         log: LimitedLog,
     ) -> None:
         self._core = core
+        self._plans = plans
         self._recorder = recorder
         self._build_status = build_status
         self._rejected = rejected
@@ -67,11 +72,11 @@ class ControlService:
             return self._answer(decode_request(frame), role, now)
         except ForeignVersionError as error:
             self._rejected["decode"] += 1
-            self._log.tell(logging.WARNING, "version", f"refused: {error}")
+            self._log.log(logging.WARNING, "version", f"refused: {error}")
             return Refused(f"{error}; use the evenroute version that the rebalancer runs")
         except MessageError as error:
             self._rejected["decode"] += 1
-            self._log.tell(logging.WARNING, "decode", f"refused: {error}")
+            self._log.log(logging.WARNING, "decode", f"refused: {error}")
             return None
         except StoreError as error:
             return Refused(str(error))
@@ -103,6 +108,8 @@ class ControlService:
                 return self._recorder.read(request)
             case RecordReport():
                 return self._take(request)
+            case PlansOrder():
+                return self._order_plans(request)
             case RecordStart():
                 run = 0 if self._core.view is None else self._core.view.run
                 done = self._recorder.start(
@@ -119,6 +126,22 @@ class ControlService:
         if isinstance(done, Done):
             logger.info("%s", done.text)
         return done
+
+    def _order_plans(self, request: PlansOrder) -> Answer:
+        if self._core.phase is not Phase.SERVING:
+            return Refused("no job is heard in this life of the rebalancer yet; try again once there is one")
+        if request.what == "rollback":
+            try:
+                text = self._plans.roll_back()
+            except ValueError as error:
+                return Refused(str(error))
+        else:
+            self._plans.pause(request.what == "pause")
+            text = "plans are stopped, placements stay; `evenroute resume` goes on"
+            if request.what == "resume":
+                text = "plans go on"
+        logger.info("%s: %s", request.what, text)
+        return Done(text)
 
     def _take(self, report: RecordReport) -> Answer | None:
         wanted = self._recorder.passes()

@@ -2,21 +2,75 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import stat
-import typing
 from pathlib import Path
 
 import numpy as np
 
+from evenroute.dist.config import (
+    PlannerSettings,
+    RebalancerConfig,
+    RebalancerSettings,
+    SecuritySettings,
+)
+from evenroute.dist.rebalancer.planner import (
+    PlannerError,
+    PlannerProcess,
+    check_planner,
+    plan_now,
+    plan_request,
+)
+from evenroute.dist.rebalancer.planner_child import PlanRequest
 from evenroute.dist.wire.address import check_bind, parse_address
+from evenroute.dist.wire.keys import KNOWN_KEYS, ROLES, SERVER_FILE, load_server_keys
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.store.schema import APPLICATION_ID
-
-if typing.TYPE_CHECKING:
-    from evenroute.dist.config import PlannerSettings, RebalancerSettings, SecuritySettings
 
 MAX_TRIAL_GROUPS = 512
 _TRIAL_RANKS = 2
+
+
+def check_host(config: RebalancerConfig, *, try_planner: bool = False) -> list[str]:
+    """ValueError or OSError for what can't work here; returns warnings for what works otherwise than it looks.
+
+    Files, folders, keys and a planner of one's own are looked at as they are on this host; no address is bound.
+    `try_planner`: such a planner is also run, in a process of its own, on a tiny case (`--check-config`).
+    """
+    for name in ("bind", "store"):
+        if not getattr(config.rebalancer, name):
+            raise ValueError(f"rebalancer.{name}: '' found, expected a value (--{name})")
+    warnings = check_files(config.rebalancer, config.security)
+    if config.planner.enabled and config.planner.function:
+        warnings += check_own_planner(config.planner, trial=try_planner)
+    return warnings + _odd_settings(config)
+
+
+def _odd_settings(config: RebalancerConfig) -> list[str]:
+    found = []
+    planner, settings = config.planner, config.rebalancer
+    by_time = planner.interval_unit == "seconds"
+    if by_time and settings.keep_windows_s < planner.interval:
+        found.append(
+            f"rebalancer.keep_windows_s {settings.keep_windows_s:g} is shorter than planner.interval "
+            f"{planner.interval:g}: the windows of one plan will not be told apart in the store"
+        )
+    if by_time and planner.time_limit_s > planner.interval * planner.degraded_after:
+        found.append(
+            f"planner.time_limit_s {planner.time_limit_s:g} is longer than {planner.degraded_after} intervals of "
+            f"{planner.interval:g}: a slow planner shows as degraded before it is stopped"
+        )
+    if not planner.enabled and dataclasses.replace(planner, enabled=True) != PlannerSettings():
+        found.append("planner.enabled is false: the other planner settings have no effect")
+    if planner.max_moves == 0 and planner.policy == "incremental":
+        found.append(f"planner.max_moves is 0: policy {planner.policy} balances by moves alone")
+    if config.security.insecure:
+        found.append(
+            "security.insecure is true: anybody who reaches the address may send counts and commands"
+        )
+    return found
 
 
 def check_files(settings: RebalancerSettings, security: SecuritySettings) -> list[str]:
@@ -45,7 +99,20 @@ def check_files(settings: RebalancerSettings, security: SecuritySettings) -> lis
         raise ValueError(
             f"rebalancer.metrics_bind: {settings.metrics_bind} is the address of rebalancer.bind too"
         )
-    return _check_keys(Path(security.keys)) if security.keys else []
+    warnings = _check_keys(Path(security.keys)) if security.keys else []
+    store = Path(settings.store)
+    if store.exists() and (mode := stat.S_IMODE(store.stat().st_mode)) & 0o077:
+        warnings.append(
+            f"rebalancer.store: {store} has mode {mode:03o}: other users can read or write what it holds"
+        )
+    if settings.metrics_bind:
+        metrics = parse_address(f"tcp://{settings.metrics_bind}", field="rebalancer.metrics_bind")
+        if not metrics.is_local:
+            warnings.append(
+                f"rebalancer.metrics_bind: {settings.metrics_bind} is not a loopback address: anybody who reaches it "
+                "can read the metrics (model name, loads)"
+            )
+    return warnings
 
 
 def _check_apart(names: dict[str, Path]) -> None:
@@ -93,8 +160,6 @@ def _check_store(path: Path) -> None:
 
 def _check_keys(folder: Path) -> list[str]:
     """ValueError or OSError unless the rebalancer can use the folder; warnings where others can."""
-    from evenroute.dist.wire.keys import KNOWN_KEYS, SERVER_FILE, load_server_keys
-
     if folder.exists() and not folder.is_dir():
         raise ValueError(
             f"security.keys (--keys): {folder} is a file, expected a folder of `evenroute keygen`"
@@ -107,7 +172,10 @@ def _check_keys(folder: Path) -> list[str]:
     for name, refused, whom in (
         (SERVER_FILE, stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP, "read or written"),
         (KNOWN_KEYS, stat.S_IWOTH | stat.S_IWGRP, "written"),
+        *((f"{role}.toml", stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP, "read or written") for role in ROLES),
     ):
+        if not (folder / name).exists():
+            continue
         mode = stat.S_IMODE((folder / name).stat().st_mode)
         if mode & refused:
             warnings.append(
@@ -121,8 +189,6 @@ def check_own_planner(planner: PlannerSettings, *, trial: bool) -> list[str]:
 
     The trial is one layer of a few experts on two ranks. A ValueError there may be about this case alone: a warning.
     """
-    from evenroute.dist.rebalancer.planner import PlannerError, PlannerProcess, check_planner, plan_now
-
     check_planner(planner.function)
     if not trial or planner.num_groups > MAX_TRIAL_GROUPS:
         return []
@@ -145,11 +211,7 @@ def check_own_planner(planner: PlannerSettings, *, trial: bool) -> list[str]:
     return []
 
 
-def _trial_request(planner: PlannerSettings) -> typing.Any:
-    from evenroute.dist.rebalancer.planner import plan_request
-    from evenroute.eplb.placement.placement import Placement
-    from evenroute.eplb.placement.topology import Topology
-
+def _trial_request(planner: PlannerSettings) -> PlanRequest:
     experts = 4 * planner.num_groups
     current = Placement.initial(1, experts, experts + _TRIAL_RANKS, Topology(_TRIAL_RANKS))
     return plan_request(planner, 1, np.arange(1.0, experts + 1.0)[None], current)

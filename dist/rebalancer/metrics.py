@@ -1,29 +1,31 @@
 """Prometheus metrics of the rebalancer. All names are here, and nowhere else.
 
-They are made at each scrape from the last `control.Status`, so that the main loop never waits for a scraper.
+They are made at each scrape from the last `control.RebalancerStatus`, so that the main loop never waits for a scraper.
 """
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable, Iterable
-from threading import Thread
-from typing import Final
-from wsgiref.simple_server import WSGIServer
+from contextlib import suppress
+from io import BytesIO
+from socketserver import TCPServer, ThreadingMixIn
+from threading import Lock, Thread
+from typing import Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from evenroute.dist.wire.control import Status
-from evenroute.eplb._checks import (
-    require_callable,
-    require_instance,
-    require_int,
-    require_seconds,
-    require_text,
-)
+from evenroute.dist.wire.address import bracketed
+from evenroute.dist.wire.control import RebalancerStatus
 
 PREFIX: Final = "evenroute_"
+_MAX_PEERS = 16  # scrapers at one time
+_MAX_PEER_S = 10.0
+_MAX_HEAD_BYTES = 16 * 1024  # of a request
 
 # name -> (help, labels); counters get `_total` appended by Prometheus' own rule.
 COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
@@ -43,7 +45,9 @@ COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
 PLAN_ERRORS: Final = ("exception", "timeout", "crash", "garbage")
 PLACEMENT_RESULTS: Final = ("published", "unchanged", "not_worth_it", "refused", "not_kept")
 GAUGES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
-    "up": ("1 while serving, 0 while waiting for ranks.", ()),
+    "up": ("1 while serving or after the job's end, 0 while waiting for ranks.", ()),
+    "finished": ("1 once every rank of the job has said goodbye; gauges of the job are gone then.", ()),
+    "planning": ("1 while plans are made: serving, and not paused by an operator.", ()),
     "degraded": ("Number of reasons for which `evenroute status` says degraded.", ()),
     "epoch": ("Epoch of this life.", ()),
     "version": ("Newest version published in this life.", ()),
@@ -70,9 +74,8 @@ def metric_names() -> list[str]:
     return [f"{PREFIX}{name}_total" for name in COUNTERS] + [f"{PREFIX}{name}" for name in GAUGES]
 
 
-def counter_values(status: Status) -> dict[str, list[tuple[tuple[str, ...], float]]]:
-    """Each counter's samples: label values and value; ValueError for what is no status."""
-    require_instance("status", status, Status)
+def counter_values(status: RebalancerStatus) -> dict[str, list[tuple[tuple[str, ...], float]]]:
+    """Each counter's samples: label values and value."""
     count = status.counters
     plain = {
         "windows_received": "windows_stored",
@@ -102,27 +105,35 @@ def _from_zero(known: tuple[str, ...], counted: dict[str, int]) -> dict[str, int
     return dict.fromkeys(known, 0) | dict(sorted(counted.items()))
 
 
-def gauge_values(status: Status, max_rank_silence_s: float) -> dict[str, list[tuple[tuple[str, ...], float]]]:
+def gauge_values(
+    status: RebalancerStatus, max_rank_silence_s: float
+) -> dict[str, list[tuple[tuple[str, ...], float]]]:
     """Each gauge's samples: label values and value; a gauge without data has none.
 
-    A rank counts as heard that told something in the last `max_rank_silence_s` seconds, as for `degraded`. Raises
-    ValueError for what is no status or no time.
+    A rank counts as heard if it sent something in the last `max_rank_silence_s` seconds, as for `degraded`.
     """
-    require_instance("status", status, Status)
-    require_seconds("max_rank_silence_s", max_rank_silence_s)
 
     def one(value: float | None) -> list[tuple[tuple[str, ...], float]]:
         return [] if value is None else [((), float(value))]
 
-    heard = [rank for rank in status.ranks if rank.heard_s_ago is not None]
-    lately = [rank for rank in heard if (rank.heard_s_ago or 0.0) <= max_rank_silence_s]
-    return {
-        "up": one(status.state == "serving"),
+    finished = status.state == "finished"
+    daemon = {
+        "up": one(status.state in ("serving", "finished")),
+        "finished": one(finished),
+        "planning": one(status.state == "serving" and not status.paused),
         "degraded": one(len(status.degraded)),
         "epoch": one(status.epoch),
         "version": one(status.version),
         "lag_seconds": one(status.lag_s),
-        "ranks": [(("expected",), float(status.ep_size)), (("heard",), float(len(lately)))],
+        "recording": one(status.recording),
+    }
+    if finished:
+        return daemon
+    expected = [rank for rank in status.ranks if not rank.ended]
+    heard = [rank for rank in expected if rank.heard_s_ago is not None]
+    lately = [rank for rank in heard if (rank.heard_s_ago or 0.0) <= max_rank_silence_s]
+    return daemon | {
+        "ranks": [(("expected",), float(len(expected))), (("heard",), float(len(lately)))],
         "rank_version": [((str(rank.rank),), float(rank.held[1])) for rank in heard],
         "rank_silence_seconds": [((str(rank.rank),), float(rank.heard_s_ago or 0.0)) for rank in heard],
         "rank_last_step": [
@@ -138,16 +149,13 @@ def gauge_values(status: Status, max_rank_silence_s: float) -> dict[str, list[tu
         "balancedness_total": one(status.balancedness_total),
         "balancedness_predicted_total": one(status.balancedness_predicted),
         "live_layers_behind": one(status.live_lowest != status.newest),
-        "recording": one(status.recording),
     }
 
 
 class StatusCollector(Collector):
     """Turns the last status into metric families at each scrape."""
 
-    def __init__(self, last_status: Callable[[], Status | None], max_rank_silence_s: float) -> None:
-        require_callable("last_status", last_status, "last_status()")
-        require_seconds("max_rank_silence_s", max_rank_silence_s)
+    def __init__(self, last_status: Callable[[], RebalancerStatus | None], max_rank_silence_s: float) -> None:
         self._last_status = last_status
         self._max_rank_silence_s = max_rank_silence_s
 
@@ -168,25 +176,97 @@ class StatusCollector(Collector):
             yield gauge
 
 
+class _Handler(WSGIRequestHandler):
+    """One request of bounded size; the connection's time is bounded by the server."""
+
+    def handle(self) -> None:
+        """Read the head of a request, answer, close."""
+        head = b""
+        while b"\r\n\r\n" not in head and b"\n\n" not in head:
+            part = self.request.recv(_MAX_HEAD_BYTES - len(head))
+            if not part or len(head) + len(part) >= _MAX_HEAD_BYTES:
+                return
+            head += part
+        self.rfile = BytesIO(head)  # type: ignore[assignment]
+        with suppress(OSError):  # the scraper left
+            super().handle()
+
+    def log_message(self, *_: object) -> None:
+        """Scrapes are not logged."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """At most `_MAX_PEERS` connections, each for `_MAX_PEER_S`; a new one takes the place of the oldest."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, host: str, port: int, app: Callable[..., Iterable[bytes]]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._open: dict[socket.socket, float] = {}
+        self._lock = Lock()
+        super().__init__((host, port), _Handler)
+        self.set_app(app)
+
+    def server_bind(self) -> None:
+        """Bind without looking up the host's name."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begin with a connection."""
+        now = time.monotonic()
+        with self._lock:
+            self._open[request] = now
+            self._cut(now, room=True)
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Every half second: end connections that take too long."""
+        with self._lock:
+            self._cut(time.monotonic(), room=False)
+
+    def _cut(self, now: float, *, room: bool) -> None:
+        excess = len(self._open) - _MAX_PEERS if room else 0
+        for number, (request, since) in enumerate(list(self._open.items())):  # oldest first
+            if number < excess or now - since > _MAX_PEER_S:
+                del self._open[request]
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)  # its thread's recv or send returns
+
+    def shutdown_request(self, request: Any) -> None:
+        """End of a connection."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that left or was cut is nothing to report."""
+
+
 class MetricsServer:
-    """The scrape endpoint. OSError in one line when its address cannot be bound, ValueError for none."""
+    """The scrape endpoint, bounded in peers, bytes and time. OSError in one line when it cannot be bound."""
 
     def __init__(
-        self, host: str, port: int, last_status: Callable[[], Status | None], max_rank_silence_s: float
+        self,
+        host: str,
+        port: int,
+        last_status: Callable[[], RebalancerStatus | None],
+        max_rank_silence_s: float,
     ) -> None:
-        require_text("host", host)
-        require_int("port", port, 0, 65535)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(StatusCollector(last_status, max_rank_silence_s))
         try:
-            served: tuple[WSGIServer, Thread] = start_http_server(port, addr=host, registry=registry)
+            self._server = _Server(host, port, make_wsgi_app(registry))
         except OSError as error:
             reason = error.strerror or error
             raise OSError(
-                f"rebalancer.metrics_bind (--metrics-bind): {host}:{port} cannot be bound: {reason}"
+                f"rebalancer.metrics_bind (--metrics-bind): {bracketed(host)}:{port} cannot be bound: {reason}"
             ) from None
-        self._server, self._thread = served
-        self.address = f"{host}:{self._server.server_port}"
+        self._thread = Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.address = f"{bracketed(host)}:{self._server.server_port}"
 
     def close(self) -> None:
         """Stop serving."""

@@ -14,7 +14,6 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -22,35 +21,26 @@ from types import FrameType
 import msgspec
 import zmq
 
-from evenroute.dist.config import RebalancerConfig, set_up_logging
-from evenroute.dist.protocol.rebalancer import Outgoing, Phase, RebalancerCore
-from evenroute.dist.protocol.rebalancer import RebalancerConfig as CoreConfig
+from evenroute.dist.config import RebalancerConfig
+from evenroute.dist.protocol.rebalancer import RebalancerCore
+from evenroute.dist.protocol.types import Phase, Timeouts
 from evenroute.dist.rebalancer.control import ControlService
-from evenroute.dist.rebalancer.core_store import CoreStore
-from evenroute.dist.rebalancer.file_watch import FileWatch
-from evenroute.dist.rebalancer.in_use import InUseLog
-from evenroute.dist.rebalancer.job_gate import JobGate
-from evenroute.dist.rebalancer.job_lock import JobLock
-from evenroute.dist.rebalancer.log import LimitedLog
+from evenroute.dist.rebalancer.decisions import policy_settings
+from evenroute.dist.rebalancer.guards import FileWatch, JobGate, JobLock
+from evenroute.dist.rebalancer.host_checks import check_host
+from evenroute.dist.rebalancer.log import LimitedLog, set_up_logging
 from evenroute.dist.rebalancer.metrics import MetricsServer
 from evenroute.dist.rebalancer.plan_cycle import PlanCycle
 from evenroute.dist.rebalancer.recording import Recorder
-from evenroute.dist.rebalancer.status import StatusBuilder
+from evenroute.dist.rebalancer.status import InUseLog, StatusBuilder
+from evenroute.dist.rebalancer.traffic import RankTraffic
 from evenroute.dist.wire.address import Address, parse_address
-from evenroute.dist.wire.control import RANK_ROLES, Status, encode_control
+from evenroute.dist.wire.control import RebalancerStatus, encode_control
 from evenroute.dist.wire.keys import load_server_keys
-from evenroute.dist.wire.link import Received, RouterLink
-from evenroute.dist.wire.messages import (
-    Down,
-    JobShape,
-    MessageError,
-    PlacementMessage,
-    Window,
-    decode_up,
-    encode,
-)
+from evenroute.dist.wire.link import RouterLink
+from evenroute.dist.wire.messages import JobShape
 from evenroute.eplb._checks import require_bool, require_instance
-from evenroute.eplb.store.writer import RankState, StaleEpochError, StoreError
+from evenroute.eplb.store.writer import HistoryStore, StaleEpochError, StoreError
 
 __all__ = ["Rebalancer", "run_rebalancer"]
 
@@ -61,9 +51,6 @@ _TICK_S = 0.1
 _STATUS_EVERY_S = 1.0
 _HOUSEKEEPING_S = 5.0
 _FRAMES_PER_TURN = 512
-_WINDOWS_PER_BATCH = 128
-_PLACEMENT_AGAIN_S = 0.9  # not to one peer again before so long
-_BATCH_S = 0.02  # windows wait so long for company: one store transaction serves all of a batch
 
 
 class Rebalancer:
@@ -76,7 +63,7 @@ class Rebalancer:
         self._lock = JobLock(_lock_paths(settings.store, self.address), take_over=take_over)
         self._metrics: MetricsServer | None = None
         self._link: RouterLink | None = None
-        self._store: CoreStore | None = None
+        self._store: HistoryStore | None = None
         self._wake: tuple[socket.socket, socket.socket] | None = None
         try:
             self._open(time.monotonic())
@@ -86,9 +73,9 @@ class Rebalancer:
 
     def _open(self, now: float) -> None:
         settings, security = self.config.rebalancer, self.config.security
+        Path(settings.store).touch(mode=0o600)  # for this user alone, as the ipc socket
         self._lock.hold_store(_STORE_FIELD, Path(settings.store))
-        self._store = CoreStore(Path(settings.store), self._shape)
-        self._lock.hold_store(_STORE_FIELD, Path(settings.store))  # it is there now at the latest
+        self._store = HistoryStore(Path(settings.store), background_checkpoint=True)
         keys = load_server_keys(Path(security.keys)) if security.keys else None
         self._link = RouterLink(
             self.address,
@@ -96,59 +83,52 @@ class Rebalancer:
             keys=keys,
             max_message_bytes=settings.max_message_bytes,
         )
-        core_config = CoreConfig(
+        timeouts = Timeouts(
             publish_timeout_s=settings.version_limit_s,
             max_publish_timeout_s=max(3600.0, settings.version_limit_s),
             pid=os.getpid(),
         )
         self.core = RebalancerCore(
             self._store,
-            core_config,
+            timeouts,
             random_bits=secrets.randbits,
             stamp=time.time,
             accept_job=self._accept_job,
         )
-        self.plans = PlanCycle(self.core, self.config.planner, now)
+        self.plans = PlanCycle(self.core, self._store, self.config.planner, now)
         self.recorder = Recorder(self._store)
         self.core.keep_rank_detail = self.recorder.per_rank
         self._in_use = InUseLog(self.core, self._add_event)
-        self._status_builder = StatusBuilder(self.config, self.core, self.plans, now)
+        self._status_builder = StatusBuilder(self.config, self.core, self.plans, self._store, now)
         self._rejected: Counter[str] = Counter()
         self._log = LimitedLog(logger)
         self._jobs = JobGate(self.core, self._log)
+        self._ranks = RankTraffic(
+            self.core, self._link, self._jobs, self._rejected, self._log, settings.max_message_bytes
+        )
         self._files = FileWatch(self._lock, self._link, self._store, self._log)
         self._control = ControlService(
-            self.core, self.recorder, self._build_status, self._rejected, self._log
+            self.core, self.plans, self.recorder, self._build_status, self._rejected, self._log
         )
         self._lag_s = 0.0
         self._status_at = self._housekeeping_at = now
-        self._encoded: tuple[Down | None, bytes] = (None, b"")
         self._stop_signal = 0
-        self._windows: list[tuple[bytes, Window]] = []
-        self._batch_at = 0.0
-        self._placed_message: PlacementMessage | None = None
-        self._placed_at: dict[bytes, float] = {}
-        self._merged = self._merged_run = self._shortest = 0
         self._last_status = self._build_status(now)
         if settings.metrics_bind:
             metrics = parse_address(f"tcp://{settings.metrics_bind}", field="rebalancer.metrics_bind")
             self._metrics = MetricsServer(
-                metrics.host,
+                metrics.host.strip("[]"),
                 metrics.port,
                 lambda: self._last_status,
                 settings.max_rank_silence_s,
             )
 
-    def _shape(self) -> JobShape:
-        assert self.core.view is not None
-        return self.core.view.job
-
     def _accept_job(self, job: JobShape) -> str | None:
-        groups, nodes = self.config.planner.num_groups, job.num_nodes
-        if job.num_logical_experts % groups:
-            return f"planner.num_groups {groups} does not divide its {job.num_logical_experts} experts"
-        if self.config.planner.policy == "hierarchical" and groups % nodes:
-            return f"planner.policy hierarchical needs groups ({groups}) that divide over its {nodes} nodes"
+        if not self.config.planner.function:
+            try:
+                policy_settings(self.config.planner, job)
+            except ValueError as error:
+                return str(error)
         return None
 
     # ----------------------------------------------------------------------------------------- loop
@@ -196,8 +176,9 @@ class Rebalancer:
             poller.register(writable, zmq.POLLOUT)
         remaining = self.plans.planner.remaining_s()
         limit_s = _TICK_S if remaining is None else min(_TICK_S, remaining)
-        if self._windows:
-            limit_s = min(limit_s, self._batch_at - time.monotonic())
+        batch_s = self._ranks.wait_s(time.monotonic())
+        if batch_s is not None:
+            limit_s = min(limit_s, batch_s)
         poller.poll(max(0, math.ceil(1000 * limit_s)))
         with suppress(BlockingIOError):
             self._wake[0].recv(64)
@@ -211,12 +192,12 @@ class Rebalancer:
                 self.core.ended, self.core.phase = str(error), Phase.ENDED
             except StoreError as error:
                 self.core.counters.store_errors += 1
-                self._log.tell(logging.ERROR, "store", str(error))
+                self._log.log(logging.ERROR, "store", str(error))
             except Exception:  # a defect here must not take the service with it
                 self._rejected["internal"] += 1
                 if self._rejected["internal"] <= 10:
                     logger.exception("error %d in the main loop, goes on", self._rejected["internal"])
-        self._tell_notices()
+        self._log_notices()
 
     def _serve_keys(self, now: float) -> None:
         assert self._link is not None
@@ -230,106 +211,31 @@ class Rebalancer:
                 answer = self._control.answer(received.frame, received.role, now)
                 if answer is not None:
                     self._link.send(received.peer, encode_control(answer), control=True)
-                continue
-            message = self._decode(received)
-            if isinstance(message, Window):
-                self._note_merged(message)
-                if not self._windows:
-                    self._batch_at = now + _BATCH_S
-                self._windows.append((received.peer, message))
-                if len(self._windows) >= _WINDOWS_PER_BATCH:
-                    self._store_batch()
-            elif message is not None and not self._jobs.refuses(message, now):
-                self._send(self._guarded(received.peer, message, now))
+            else:
+                self._ranks.take(received, now)
             if number % 64 == 63:
                 self._serve_keys(now)
-        if self._windows and time.monotonic() >= self._batch_at:
-            self._store_batch()
-
-    def _note_merged(self, window: Window) -> None:
-        """A rank's window that covers more steps than the run's shortest: unsent ones were merged in it."""
-        if window.run != self._merged_run:
-            self._merged_run, self._shortest = window.run, 0
-        steps = window.last_step - window.first_step + 1
-        if self._shortest and steps > self._shortest:
-            self._merged += 1
-        self._shortest = min(self._shortest, steps) if self._shortest else steps
-
-    def _store_batch(self) -> None:
-        windows, self._windows = self._windows, []
-        self._send(self.core.receive_windows(windows))
-
-    def _decode(self, received: Received) -> object | None:
-        if received.role not in RANK_ROLES:
-            self._rejected["role"] += 1
-            text = f"a {received.role} sent a rank's message; refused"
-            self._log.tell(logging.WARNING, "role", text, limit=1)
-            return None
-        try:
-            return decode_up(received.frame, limit=self.config.rebalancer.max_message_bytes)
-        except MessageError as error:
-            self._rejected["decode"] += 1
-            self._log.tell(logging.WARNING, "decode", f"refused: {error}")
-            return None
-
-    def _guarded(self, peer: bytes, message: object, now: float) -> list[Outgoing]:
-        try:
-            return self.core.receive(peer, message, now)  # type: ignore[arg-type]
-        except (ValueError, OverflowError) as error:
-            self._rejected["content"] += 1
-            self._log.tell(logging.WARNING, "content", f"refused: {error}")
-            return []
+        self._ranks.store_due(time.monotonic())
 
     def _tick(self, now: float) -> None:
-        self._send(self.core.tick(now))
-        self._send(self.plans.turn(now))
+        self._ranks.send(self.core.tick(now))
+        self._ranks.send(self.plans.turn(now))
         assert self._link is not None
         for peer, frame in self._control.orders(now):
             assert isinstance(peer, bytes)
             self._link.send(peer, frame, control=True)
         self._in_use.note(now, time.time())
 
-    def _send(self, out: Sequence[Outgoing]) -> None:
-        assert self._link is not None
-        for outgoing in out:
-            assert isinstance(outgoing.peer, bytes)
-            if isinstance(outgoing.message, PlacementMessage) and self._just_sent(
-                outgoing.peer, outgoing.message
-            ):
-                continue
-            if self._encoded[0] is not outgoing.message:  # one placement goes to all ranks
-                self._encoded = (outgoing.message, encode(outgoing.message))
-            self._link.send(outgoing.peer, self._encoded[1])
-
-    def _just_sent(self, peer: bytes, message: PlacementMessage) -> bool:
-        """Statuses that crossed the placement ask for it again; it is on its way, and the next heartbeat tells."""
-        now = time.monotonic()
-        if message is not self._placed_message:
-            self._placed_message, self._placed_at = message, {}
-        if now - self._placed_at.get(peer, -_PLACEMENT_AGAIN_S) < _PLACEMENT_AGAIN_S:
-            return True
-        self._placed_at[peer] = now
-        return False
-
     # --------------------------------------------------------------------------------------- status
 
-    def _build_status(self, now: float) -> Status:
-        assert self._store is not None
+    def _build_status(self, now: float) -> RebalancerStatus:
         assert self._link is not None
-        store = self._store
-
-        def rank_states(run: int) -> list[RankState]:
-            try:
-                return store.rank_states(run)
-            except StoreError:
-                return []
-
         zap = self._link.zap
         extra = {
             f"rejected_{kind}": self._rejected[kind] for kind in ("decode", "content", "role", "internal")
         }
         extra["rejected_other_job"] = self._jobs.refused
-        extra["windows_merged"] = self._merged
+        extra["windows_merged"] = self._ranks.merged
         extra["frames_dropped"] = self._link.dropped
         extra["rejected_decode"] += self._link.malformed
         extra["rejected_content"] += self.core.counters.messages_rejected
@@ -339,10 +245,10 @@ class Rebalancer:
             address=self._link.endpoint,
             lag_s=self._lag_s,
             extra_counters=extra,
-            rank_states=rank_states,
             problems=[*self._files.problems, *self._jobs.problems(now)],
             recorder=self.recorder,
             rank_recordings=self._control.passes.of_ranks(self.recorder.passes()),
+            ended=self._ranks.ended(),
         )
 
     def _add_event(self, kind: str, text: str, stamp: float) -> None:
@@ -366,12 +272,12 @@ class Rebalancer:
             if not self._store.roll_up(before=before, span_s=settings.roll_up_s, epoch=self.core.epoch):
                 self._housekeeping_at = now
 
-    def _tell_notices(self) -> None:
+    def _log_notices(self) -> None:
         while self.core.notices:
             notice = self.core.notices.popleft()
             level = logging.INFO if notice.kind == "run" else logging.WARNING
-            told = self._log.tell(level, notice.kind, notice.text)
-            if told and notice.kind not in ("store", "ended") and self.core.phase is Phase.SERVING:
+            logged = self._log.log(level, notice.kind, notice.text)
+            if logged and notice.kind not in ("store", "ended") and self.core.phase is Phase.SERVING:
                 assert self._store is not None
                 with suppress(StoreError, StaleEpochError):
                     self._store.add_event(notice.kind, notice.text, epoch=self.core.epoch, now=time.time())
@@ -390,8 +296,7 @@ class Rebalancer:
         partial.replace(path)
 
     def _end(self) -> int:
-        if self._windows:
-            self._store_batch()
+        self._ranks.store()
         if self.core.ended is not None:
             logger.error("this life ends: %s", self.core.ended)
         else:
@@ -411,12 +316,9 @@ class Rebalancer:
     def _release(self) -> None:
         if hasattr(self, "plans"):
             self.plans.close()
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._link is not None:
-            self._link.close()
-        if self._store is not None:
-            self._store.close()
+        for part in (self._metrics, self._link, self._store):
+            if part is not None:
+                part.close()
         if self._wake is not None:
             signal.set_wakeup_fd(-1)
             for side in self._wake:
@@ -441,7 +343,7 @@ def run_rebalancer(config: RebalancerConfig, *, take_over: bool = False) -> int:
     """
     require_instance("config", config, RebalancerConfig)
     require_bool("take_over", take_over)
-    warnings = config.check()
+    warnings = check_host(config)
     set_up_logging(config.rebalancer.log_level)
     for warning in warnings:
         logger.warning("%s", warning)

@@ -6,22 +6,35 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from numpy.typing import NDArray
 
-from evenroute.dist.protocol.agreement import Key
-from evenroute.dist.wire.messages import NO_KEY
+from evenroute.dist.wire.messages import NO_KEY, JobShape, Key
 from evenroute.eplb.dump.format import DumpHeader
 from evenroute.eplb.dump.writer import DumpWriter
-from evenroute.eplb.loads.source import PlacementEvent, Window
+from evenroute.eplb.loads.source import LoadWindow, PlacementEvent
 from evenroute.eplb.placement.placement import Placement, PlacementRow
 from evenroute.eplb.placement.topology import Topology
 
 SUFFIX = ".evd"
 _LEAST_ROOM = 64 * 1024
+
+
+@dataclass(frozen=True)
+class RecorderSettings:
+    """What of the agent's configuration recordings need; `folder` None = they are refused."""
+
+    run: int
+    rank: int
+    job: JobShape
+    folder: Path | None
+    buffer_bytes: int
+    part_bytes: int
+    max_bytes: int
 
 
 class FullError(Exception):
@@ -55,7 +68,7 @@ def _first_of(folder: Path, name: str, rank: int) -> Path | None:
     return min((path for path in folder.iterdir() if own.fullmatch(path.name)), default=None)
 
 
-class PassFiles:
+class DumpFiles:
     """Parts of one recording on one rank. A part gets its name when it is whole, so a killed rank loses one part.
 
     Args:
@@ -113,7 +126,7 @@ class PassFiles:
         size = sum(array.nbytes for array in (ids, token_ids, positions) if array is not None)
         self._write(size, lambda writer: writer.add_tokens(step, self._rank, ids, token_ids, positions))
 
-    def add_window(self, window: Window) -> None:
+    def add_window(self, window: LoadWindow) -> None:
         """Counts ``[L, E]`` of one pass. Raises `FullError`, OSError."""
         self._write(window.counts.nbytes, lambda writer: writer.add_window(window))
 

@@ -8,25 +8,24 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-from evenroute.dist.record.session import MakeArena, PassSession, RecorderSettings
+from evenroute.dist.record.files import RecorderSettings
+from evenroute.dist.record.session import MakeArena, RecordingSession
 from evenroute.dist.wire.recording import OVER, RecordOrder, RecordReport
-
-__all__ = ["PassRecorder", "PassSession", "RecorderSettings"]
 
 logger = logging.getLogger("evenroute.dist.agent")
 
 _REPORT_EVERY_S = 1.0
 _EXIT_LIMIT_S = 3.0
-_KEPT = 4  # recordings that are over, and still told when asked for
+_KEPT = 4  # recordings that are over and can still be asked for
 
 
-def _close_at_exit(recorder: weakref.ref[PassRecorder]) -> None:
+def _close_at_exit(recorder: weakref.ref[RankRecorder]) -> None:
     found = recorder()
     if found is not None:
         found.close(_EXIT_LIMIT_S)
 
 
-class PassRecorder:
+class RankRecorder:
     """All recordings of one rank's life, one at a time; driven by the agent thread, read by the forward thread.
 
     `session` is the one that runs (None: none), to be read once a step.
@@ -39,11 +38,11 @@ class PassRecorder:
         changed: Callable[[], None],
     ) -> None:
         self.settings = settings
-        self.session: PassSession | None = None
+        self.session: RecordingSession | None = None
         self._make_arena = make_arena
         self._changed = changed
-        self._last: PassSession | None = None
-        self._past: deque[PassSession] = deque(maxlen=_KEPT)
+        self._last: RecordingSession | None = None
+        self._past: deque[RecordingSession] = deque(maxlen=_KEPT)
         self._reported: tuple[object, ...] = ()
         self._reported_at = 0.0
         self._answer: RecordReport | None = None
@@ -68,7 +67,7 @@ class PassRecorder:
             if last is not None:
                 last.abort("another recording was ordered")
                 self._past.append(last)
-            last = self._last = PassSession(order, self.settings, self._make_arena, self._changed)
+            last = self._last = RecordingSession(order, self.settings, self._make_arena, self._changed)
             self.session = last
         elif not order.running:
             last.end()
@@ -86,9 +85,9 @@ class PassRecorder:
         if state in OVER:
             self.session = None
         every = () if state in OVER else (int(now / _REPORT_EVERY_S),)
-        told = (last.order.recording, state, *every)
-        if told != self._reported:
-            self._reported = told
+        found = (last.order.recording, state, *every)
+        if found != self._reported:
+            self._reported = found
             out.append(last.report())
         return out
 

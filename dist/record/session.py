@@ -14,18 +14,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.protocol.agreement import Key
-from evenroute.dist.record.files import FullError, PassFiles
-from evenroute.dist.wire.messages import JobShape
+from evenroute.dist.record.files import DumpFiles, FullError, RecorderSettings
+from evenroute.dist.wire.messages import Key
 from evenroute.dist.wire.recording import OVER, RankState, RecordOrder, RecordReport
 from evenroute.eplb.dump.format import DumpHeader, narrow
-from evenroute.eplb.loads.source import Window
+from evenroute.eplb.loads.source import LoadWindow
 from evenroute.eplb.placement.placement import PlacementRow
 from evenroute.eplb.placement.topology import Topology
 
@@ -79,20 +77,7 @@ class _Placed:
 _Item = TokenPass | _Counts | _Placed | None  # None: end
 
 
-@dataclass(frozen=True)
-class RecorderSettings:
-    """What of the agent's configuration recordings need; `folder` None = they are refused."""
-
-    run: int
-    rank: int
-    job: JobShape
-    folder: Path | None
-    buffer_bytes: int
-    part_bytes: int
-    max_bytes: int
-
-
-class PassSession:
+class RecordingSession:
     """One recording on this rank. `offer*`, `drop` are the forward thread's, `counts` the agent thread's."""
 
     def __init__(
@@ -104,17 +89,17 @@ class PassSession:
     ) -> None:
         self.order = order
         self.settings = settings
-        self.arena: object = None  # a `pass_tap.PassArena` while ids are recorded
+        self.arena: object = None  # a `RecordingArena` while ids are recorded
         self.accepts = False  # read by the forward thread before each pass
         self.dropped = 0
-        self.odd: str = ""  # something to tell that does not end the recording
+        self.odd: str = ""  # a problem to report that does not end the recording
         self._make_arena = make_arena
         self._changed = changed
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._state: RankState = "starting"
         self._reason = ""
-        self._files: PassFiles | None = None
+        self._files: DumpFiles | None = None
         self._passes = self._tokens = self._merged = self._incomplete = 0
         self._slots: NDArray[np.int32] = np.zeros((0, 0), np.int32)  # [L, P] of the passes that come now
         self._waiting_bytes = 0
@@ -157,7 +142,7 @@ class PassSession:
         self._queue.put(_Counts(first_step, last_step, tokens, small, time.time()))
 
     def end(self) -> None:
-        """Finish the files; does not wait. Harmless when repeated."""
+        """Finish the files; does not wait, and may be called again."""
         self.accepts = False
         if not self._ending:
             self._ending = True
@@ -206,7 +191,7 @@ class PassSession:
         try:
             self._open()
         except (OSError, ValueError, RuntimeError) as error:
-            self._over("refused", _told(error))
+            self._over("refused", _describe(error))
             return
         self._state, self.accepts = "recording", not self._ending
         self._changed()
@@ -217,7 +202,7 @@ class PassSession:
             self._close("ended", str(error))
         except Exception as error:  # whatever it is, it ends the recording and not the job
             logger.exception("rank %d: the recording of passes failed", self.settings.rank)
-            self._close("failed", _told(error))
+            self._close("failed", _describe(error))
         else:
             self._close("ended", "")
 
@@ -243,7 +228,7 @@ class PassSession:
             format_version=2,
             recording=f"{settings.run:x}-{order.recording:x}",
         )
-        self._files = PassFiles(
+        self._files = DumpFiles(
             settings.folder,
             order.name,
             header,
@@ -270,7 +255,7 @@ class PassSession:
             case _Counts():
                 with self._lock:
                     self._waiting_bytes -= item.counts.nbytes
-                window = Window(item.counts, item.time, item.first_step, item.last_step, item.tokens)
+                window = LoadWindow(item.counts, item.time, item.first_step, item.last_step, item.tokens)
                 self._files.add_window(window)
                 self._note(item.tokens, item.last_step - item.first_step)
             case _Placed():
@@ -323,17 +308,17 @@ class PassSession:
         self.accepts = False
         with self._lock:
             reason = self._reason or reason
-            told = [reason] if reason else []
+            notes = [reason] if reason else []
             if self.dropped:
-                told.append(
+                notes.append(
                     f"passes dropped: {self.dropped} (the disk did not keep up, or they were too large)"
                 )
             if self._odd_text():
-                told.append(self._odd_text())
+                notes.append(self._odd_text())
         try:
-            self._files.close(told)
+            self._files.close(notes)
         except (OSError, ValueError) as error:
-            state, reason = "failed", reason or _told(error)
+            state, reason = "failed", reason or _describe(error)
             left = self._files.leave()
             if left is not None:
                 reason += f"; {left.name} stays unfinished: `evenroute inspect --unfinished` reads it"
@@ -353,7 +338,7 @@ class PassSession:
         self._changed()
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__

@@ -7,7 +7,7 @@ end; the writer thread waits for the copy's event. All calls of a pass belong on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,9 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.dist.protocol.agreement import Key
-from evenroute.dist.record.session import PassSession, TokenPass
-from evenroute.dist.wire.messages import JobShape
+from evenroute.dist.config import AgentConfig
+from evenroute.dist.record.files import RecorderSettings, check_folder
+from evenroute.dist.record.recorder import RankRecorder
+from evenroute.dist.record.session import RecordingSession, TokenPass
+from evenroute.dist.wire.messages import JobShape, Key
 from evenroute.eplb.placement.placement import PlacementRow
 
 _EXTRA = ("token_ids", "positions")
@@ -38,7 +40,7 @@ class TokenBuffer:
 
     def __init__(
         self,
-        arena: PassArena,
+        arena: RecordingArena,
         before: int,
         start: int,
         end: int,
@@ -112,7 +114,7 @@ def ids_bytes(shape: tuple[int, int, int], dtype: torch.dtype) -> int:
     return -(-shape[0] * shape[1] * shape[2] * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
-class PassArena:
+class RecordingArena:
     """A ring of host bytes (pinned beside a GPU) in which passes wait for the writer, and one gathering buffer on the
     device, which passes leave in order. Taken by the forward thread, released by the writer thread in the same order.
     """
@@ -168,7 +170,7 @@ def pass_bytes(shape: tuple[int, int, int], dtype: torch.dtype) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-class PassTap:
+class RecordingTap:
     """Gathers one pass after the other for the session that records ids. Without one, a call is one test."""
 
     def __init__(self, job: JobShape, device: torch.device) -> None:
@@ -176,7 +178,7 @@ class PassTap:
         small = max(job.num_slots, job.num_logical_experts) <= 1 << 15
         self._dtype = torch.int16 if small else torch.int32
         self._on_gpu = device.type == "cuda"
-        self._session: PassSession | None = None
+        self._session: RecordingSession | None = None
         self._pass: TokenPass | None = None
         self._views: Sequence[Tensor] = ()
         self._placed = False
@@ -189,7 +191,7 @@ class PassTap:
 
     def begin(
         self,
-        session: PassSession,
+        session: RecordingSession,
         step: int,
         num_tokens: int,
         rows: Sequence[PlacementRow],
@@ -207,7 +209,7 @@ class PassTap:
             session.offer(TokenPass(step, 0, None, [0] * self._layers, set()))
             return
         arena, shape = session.arena, (self._layers, num_tokens, self._top_k)
-        if not isinstance(arena, PassArena):  # it has ended meanwhile
+        if not isinstance(arena, RecordingArena):  # it has ended meanwhile
             return
         if pass_bytes(shape, self._dtype) > arena.largest:
             session.dropped += 1
@@ -303,3 +305,26 @@ class PassTap:
             self._give_up(f"copy to the host: {error}")
             return
         session.offer(found)
+
+
+def make_recorder(
+    config: AgentConfig,
+    run: int,
+    rank: int,
+    job: JobShape,
+    device: torch.device,
+    wake: Callable[[], None],
+) -> RankRecorder:
+    """The recorder of one rank as the agent's configuration says; `wake` is called when it has a report."""
+    if device.type == "cuda" and device.index is None:  # of this thread; the recorder's has another
+        device = torch.device("cuda", torch.cuda.current_device())
+    settings = RecorderSettings(
+        run=run,
+        rank=rank,
+        job=job,
+        folder=check_folder(config.record_dir) if config.record_dir else None,
+        buffer_bytes=config.record_buffer_bytes,
+        part_bytes=config.record_part_bytes,
+        max_bytes=config.record_max_bytes,
+    )
+    return RankRecorder(settings, lambda size: RecordingArena(size, device), wake)

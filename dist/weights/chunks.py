@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,9 @@ import torch.distributed as torch_dist
 
 from evenroute.dist.weights.exchange import InFlight, post, wait_host
 from evenroute.dist.weights.open_layer import OpenLayer
-from evenroute.dist.weights.transfer import Chunk
+from evenroute.dist.weights.transfer import Chunk, most_peers
 from evenroute.dist.weights.watchdog import StallWatchdog
+from evenroute.eplb.placement.topology import Topology
 
 
 @dataclass
@@ -32,6 +33,37 @@ class ChunkRecord:
         if self.begun is None or self.done is None:
             return self.host_s
         return float(self.begun.elapsed_time(self.done)) / 1e3  # type: ignore[no-untyped-call]
+
+
+def pick_chunks(
+    layers: Iterable[OpenLayer], topology: Topology, chunk_bytes: int, max_peers: int
+) -> list[tuple[OpenLayer, Chunk]]:
+    """Take the chunks of this step off the open layers, in order, up to ``chunk_bytes``; the same on all ranks.
+
+    A layer is planned when its turn comes.
+    """
+    picked: list[tuple[OpenLayer, Chunk]] = []
+    budget = chunk_bytes
+    for one in layers:
+        if one.transfer is None:
+            one.plan(topology, chunk_bytes, max_peers)
+            one.staged = not one.chunks  # nothing to move
+        while one.chunks:
+            chunk = one.chunks[0]
+            if picked and (
+                chunk.cost > budget or not _fits(chunk, [other for _, other in picked], max_peers)
+            ):
+                return picked
+            picked.append((one, one.chunks.popleft()))
+            budget -= chunk.cost
+    return picked
+
+
+def _fits(chunk: Chunk, others: list[Chunk], max_peers: int) -> bool:
+    # A copy of a received expert waits for the receive: one step later is always enough.
+    if any(copy.received for copy in chunk.copies):
+        return False
+    return most_peers([chunk, *others]) <= max_peers
 
 
 class ChunkRunner:

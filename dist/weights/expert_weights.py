@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.eplb._checks import describe, require_callable, require_instance, require_int
-from evenroute.routing.settings.checks import require_device, require_tensor
+from evenroute.eplb._checks import describe, require_callable, require_int
+from evenroute.routing.settings.checks import require_device
 
 ALIGN = 512  # of a tensor's first byte inside an expert and inside a staging buffer
 LOADER_CALL = "loader(layer, expert)"
@@ -62,13 +62,11 @@ class LayerWeights:
 
 
 def row_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of ``tensor [N, ...]`` as ``[N, bytes of a row] uint8``, sharing memory, whatever its dtype.
+    """The bytes of a dense ``tensor [N, ...]`` as ``[N, bytes of a row] uint8``, sharing memory, whatever its dtype.
 
     Raises:
-        ValueError: no dense tensor of one dimension or more; a row is not one dense block of memory, or rows overlap.
+        ValueError: a row is not one dense block of memory, or rows overlap.
     """
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.ndim == 0:
-        raise ValueError(f"tensor must be dense, of one dimension or more, found {describe(tensor)}")
     shape, strides = tensor.shape[1:], tensor.stride()[1:]
     numel, size = math.prod(shape), tensor.element_size()
     # Dense in some order of its dimensions: a transposed view is as good as a plain tensor.
@@ -170,6 +168,10 @@ class ExpertWeights:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def __repr__(self) -> str:
+        size = sum(layer.expert_bytes for layer in self.layers) * self.num_local_slots
+        return f"<ExpertWeights {self.num_layers} x {self.num_local_slots} slots on {self.device}, {size:,} bytes>"
+
     def _refuse_shared_memory(self) -> None:
         spans = []
         for layer, weights in enumerate(self.layers):
@@ -192,31 +194,24 @@ class ExpertWeights:
 
         Raises:
             ValueError: the loader's tensors are not those registered, or differ in shape or dtype; a layer or experts
-                that are none.
+                out of range.
         """
         require_int("layer", layer, 0, self.num_layers - 1)
         require_callable("loader", loader, LOADER_CALL)
-        self._check_experts(experts)
-        for slot, expert in enumerate(experts.tolist()):
-            rows = checked_rows(self.layers[layer], layer, expert, loader(layer, expert))
-            for name, row in rows.items():
-                with torch.no_grad():
-                    self.layers[layer].tensors[name][slot].copy_(row)
-
-    def _check_experts(self, experts: object) -> None:
         if (
             not isinstance(experts, np.ndarray)
             or experts.dtype.kind not in "iu"
             or experts.shape != (self.num_local_slots,)
         ):
             raise ValueError(f"experts must be integers [{self.num_local_slots}], found {describe(experts)}")
+        for slot, expert in enumerate(experts.tolist()):
+            rows = checked_rows(self.layers[layer], layer, expert, loader(layer, expert))
+            for name, row in rows.items():
+                with torch.no_grad():
+                    self.layers[layer].tensors[name][slot].copy_(row)
 
     def load_staged(self, layer: int, expert: int, loader: Loader, staged: Sequence[Tensor]) -> None:
         """Like `load` for one expert, into ``staged``: 1-D uint8, the bytes that a live slot would have, by tensor."""
-        require_int("layer", layer, 0, self.num_layers - 1)
-        require_int("expert", expert, 0)
-        require_callable("loader", loader, LOADER_CALL)
-        self._check_staged(layer, staged)
         weights = self.layers[layer]
         rows = checked_rows(weights, layer, expert, loader(layer, expert))
         for (name, tensor), target in zip(weights.tensors.items(), staged, strict=True):
@@ -228,14 +223,6 @@ class ExpertWeights:
                 flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                 flat.set_(like.untyped_storage(), 0, (target.numel(),), (1,))
                 target.copy_(flat)
-
-    def _check_staged(self, layer: int, staged: Sequence[Tensor]) -> None:
-        rows = self.layers[layer].rows
-        if isinstance(staged, str) or not isinstance(staged, Sequence) or len(staged) != len(rows):
-            raise ValueError(f"staged must be {len(rows)} tensors, found {describe(staged)}")
-        for number, (target, live) in enumerate(zip(staged, rows, strict=True)):
-            name, shape = f"staged[{number}]", (int(live.shape[1]),)
-            require_tensor(name, target, shape, dtypes=(torch.uint8,), device=self.device)
 
 
 def _rows_apart(rows: Tensor, other: Tensor) -> bool:
@@ -249,7 +236,6 @@ def checked_rows(
     weights: LayerWeights, layer: int, expert: int, rows: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
     """``rows`` if it holds the registered tensors of one expert; ValueError otherwise."""
-    require_instance("weights", weights, LayerWeights)
     where = f"loader: layer {layer} expert {expert}"
     _require_mapping(where, rows)
     if set(rows) != set(weights.tensors):

@@ -68,6 +68,9 @@ class TablesOnly:
         self._opened: list[int] = []  # open and not committed, in the order of opening
         self._num_committed = 0
 
+    def __repr__(self) -> str:
+        return f"<TablesOnly {self._tables!r}>"
+
     def load(self, placement: Placement) -> None:
         """Write `placement` into the tables."""
         self._tables.load(placement)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from evenroute.dist.weights.expert_weights import ExpertWeights, LayerWeights, align_up
-from evenroute.eplb._checks import require_at_least, require_instance
 
 
 def layer_bytes(weights: LayerWeights, num_local_slots: int) -> int:
@@ -23,9 +22,7 @@ class StagingBuffers:
     """
 
     def __init__(self, weights: ExpertWeights, staging_bytes: int) -> None:
-        """ValueError if not even one layer fits ``staging_bytes``, or that is no number of bytes."""
-        require_instance("weights", weights, ExpertWeights)
-        require_at_least("staging_bytes", staging_bytes, 1)
+        """ValueError if not even one layer fits ``staging_bytes``."""
         self._weights = weights
         self.buffer_bytes = max(layer_bytes(layer, weights.num_local_slots) for layer in weights.layers)
         if staging_bytes < self.buffer_bytes:

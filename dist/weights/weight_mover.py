@@ -11,26 +11,60 @@ agreed that the layer is staged everywhere: no peer reads the old rows then.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch.distributed as torch_dist
 from numpy.typing import NDArray
 
 from evenroute.dist.groups import require_group
-from evenroute.dist.weights.chunks import ChunkRecord, ChunkRunner
-from evenroute.dist.weights.config import MigrationConfig, agree_on_numbers
+from evenroute.dist.weights.agree import compare_weights
+from evenroute.dist.weights.chunks import ChunkRecord, ChunkRunner, pick_chunks
 from evenroute.dist.weights.exchange import MigrationError
-from evenroute.dist.weights.expert_weights import LOADER_CALL, ExpertWeights, Loader
+from evenroute.dist.weights.expert_weights import ALIGN, LOADER_CALL, ExpertWeights, Loader
 from evenroute.dist.weights.mover import TableUpdater
 from evenroute.dist.weights.open_layer import OpenLayer
 from evenroute.dist.weights.staging import StagingBuffers
-from evenroute.dist.weights.transfer import Chunk, most_peers
 from evenroute.dist.weights.verify import ChecksumTest, ExpectedChecksums
-from evenroute.eplb._checks import require_callable, require_instance, require_int, require_parts
+from evenroute.eplb._checks import (
+    LEAST_S,
+    require_at_least,
+    require_bool,
+    require_callable,
+    require_instance,
+    require_int,
+    require_parts,
+    require_seconds,
+)
 from evenroute.eplb.placement.placement import Placement, PlacementRow
 
 __all__ = ["MigrationConfig", "MigrationError", "WeightMover"]
+
+
+@dataclass(frozen=True)
+class MigrationConfig:
+    """How a rank moves weights; equal on all ranks.
+
+    Attributes:
+        staging_bytes: bound on the memory of all staging buffers of this rank.
+        chunk_bytes: most bytes that a rank sends, and receives, in one step (and at most 8 experts: each costs the
+            host a few calls).
+        max_peers: most ranks that a rank exchanges with in one chunk (2 where one round already has two).
+        transfer_limit_s: a chunk that takes longer ends the job (on CUDA 5 s later, counted while it runs).
+        verify: compare a checksum of every moved expert when it is staged and again after each commit.
+    """
+
+    staging_bytes: int = 2 << 30
+    chunk_bytes: int = 64 << 20
+    max_peers: int = 4
+    transfer_limit_s: float = 30.0
+    verify: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low in (("staging_bytes", 1), ("chunk_bytes", ALIGN), ("max_peers", 1)):
+            require_at_least(name, getattr(self, name), low)
+        require_seconds("transfer_limit_s", self.transfer_limit_s, LEAST_S)
+        require_bool("verify", self.verify)
 
 
 class WeightMover:
@@ -86,6 +120,10 @@ class WeightMover:
         # Slots of every layer as the weights lie now.
         self._rows = [] if resident is None else [row.copy() for row in resident.physical_to_logical]
         self._num_experts = 0
+        settings: dict[str, object] = dict(vars(self.config))
+        settings["loader"] = "none" if loader is None else "given"
+        settings["digest of resident"] = "none" if resident is None else f"{resident.digest():#x}"
+        compare_weights(weights, settings, group)
         self._buffers = StagingBuffers(weights, self.config.staging_bytes)
         self.num_buffers = self._buffers.num_buffers
         self._runner = ChunkRunner(group, weights.device, limit_s=self.config.transfer_limit_s)
@@ -94,9 +132,6 @@ class WeightMover:
         self._error: str | None = None
         self._expected: ExpectedChecksums | None = None
         self._commit_checks: deque[ChecksumTest] = deque()
-        numbers = [self.num_buffers, weights.num_layers, *(layer.expert_bytes for layer in weights.layers)]
-        numbers += [0 if resident is None else resident.digest(), int(loader is None)]
-        agree_on_numbers(self.config, numbers, group, weights.device)
 
     # Job start, reload
 
@@ -123,13 +158,13 @@ class WeightMover:
 
     def slot_experts(self, layer: int) -> NDArray[np.int32]:
         """``[local slots] int32``: which expert belongs in each local slot of ``layer`` now. For an engine that writes
-        weights itself (RL, hot swap); see `reload` for the copies under way. ValueError for a layer that is none."""
+        weights itself (RL, hot swap); see `reload` for copies under way. ValueError for a layer out of range."""
         require_int("layer", layer, 0, self.weights.num_layers - 1)
         return self._local(self._rows[layer]).copy()
 
     def reload(self, loader: Loader) -> None:
         """New weights for all experts (RL, hot swap), on all ranks at the same step: fills every live slot, and every
-        staged copy of a layer that is open, so that a commit that was agreed before brings no old weights back.
+        staged copy of a layer that is open, so that a commit agreed before cannot bring old weights back.
 
         Raises:
             ValueError: the loader's tensors are not those registered, or differ in shape or dtype.
@@ -164,14 +199,8 @@ class WeightMover:
         """Enqueue the next chunks, up to ``chunk_bytes``, the same on all ranks."""
         self._check_commits()
         self._finish_chunk(block=not self._runner.cuda)
-        budget = self.config.chunk_bytes
-        picked: list[tuple[OpenLayer, Chunk]] = []
-        for one, chunk in self._next_chunks():
-            if picked and (chunk.cost > budget or not self._fits(chunk, [other for _, other in picked])):
-                break
-            one.chunks.popleft()
-            picked.append((one, chunk))
-            budget -= chunk.cost
+        config = self.config
+        picked = pick_chunks(self._open, self._topology, config.chunk_bytes, config.max_peers)
         if picked:
             self._runner.enqueue(picked, self._test_staged)
 
@@ -250,6 +279,9 @@ class WeightMover:
         """Memory that the staging buffers take."""
         return self._buffers.num_bytes
 
+    def __repr__(self) -> str:
+        return f"<WeightMover rank {self.rank} of {self.ep_size}, {self.weights!r}, {len(self._open)} layers open>"
+
     # Inside
 
     def _local(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -284,21 +316,6 @@ class WeightMover:
         if self.config.verify:
             local = np.stack([self._local(row) for row in self._rows])
             self._expected = ExpectedChecksums.collect(self.weights, local, self._num_experts, self.group)
-
-    def _next_chunks(self) -> Iterator[tuple[OpenLayer, Chunk]]:
-        """The chunks left, in order; plans a layer when its turn comes."""
-        for one in self._open:
-            if one.transfer is None:
-                one.plan(self._topology, self.config.chunk_bytes, self.config.max_peers)
-                one.staged = not one.chunks  # nothing to move
-            while one.chunks:
-                yield one, one.chunks[0]
-
-    def _fits(self, chunk: Chunk, others: list[Chunk]) -> bool:
-        # A copy of a received expert waits for the receive: one step later is always enough.
-        if any(copy.received for copy in chunk.copies):
-            return False
-        return most_peers([chunk, *others]) <= self.config.max_peers
 
     def _finish_chunk(self, *, block: bool) -> None:
         if self._runner.finish(block=block) and not self._runner.cuda:

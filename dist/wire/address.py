@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,24 @@ class Address:
         """The form that ZeroMQ takes."""
         if self.ipc_path is not None:
             return f"ipc://{self.ipc_path}"
-        return f"tcp://{self.host}:{self.port or '*'}"
+        return f"tcp://{bracketed(self.host)}:{self.port or '*'}"
+
+    @property
+    def needs_ipv6(self) -> bool:
+        """Whether a socket for it must take IPv6: a literal of it, or a name that has no IPv4 address."""
+        if self.ipc_path is not None or self.host in ("*", "localhost"):
+            return False
+        if ":" in self.host:
+            return True
+        try:
+            return all(found[0] == socket.AF_INET6 for found in socket.getaddrinfo(self.host, None))
+        except OSError:
+            return False
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def parse_address(text: str, *, field: str) -> Address:

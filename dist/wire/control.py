@@ -1,6 +1,7 @@
 """What operators and viewers say to the rebalancer, and its answers: the same socket as the ranks', another tag.
 
-Roles: a viewer may ask for the status and read recordings; an operator may also start and stop recordings; a rank may
+Roles: a viewer may ask for the status and read recordings; an operator may also start and stop recordings,
+pause plans and roll back; a rank may
 only report on its recording of passes. On an address without keys every local peer may do all.
 
 Versions: every request carries `CONTROL_PROTOCOL`; one of another version is answered by `Refused`, which no version
@@ -9,7 +10,7 @@ changes, with both numbers.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -61,13 +62,21 @@ class RecordRead(Struct, frozen=True, tag="record-read", forbid_unknown_fields=T
     protocol: int = CONTROL_PROTOCOL
 
 
-Request: TypeAlias = StatusRequest | RecordStart | RecordStop | RecordRead | RecordReport
+class PlansOrder(Struct, frozen=True, tag="plans", forbid_unknown_fields=True):
+    """Stop plans (placements stay), go on with them, or publish the placement before as a new version."""
+
+    what: Literal["pause", "resume", "rollback"]
+    protocol: int = CONTROL_PROTOCOL
+
+
+Request: TypeAlias = StatusRequest | RecordStart | RecordStop | RecordRead | PlansOrder | RecordReport
 
 ALLOWED: dict[type, frozenset[str]] = {
     StatusRequest: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     RecordRead: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     RecordStart: frozenset({LOCAL_ROLE, "operator"}),
     RecordStop: frozenset({LOCAL_ROLE, "operator"}),
+    PlansOrder: frozenset({LOCAL_ROLE, "operator"}),
     RecordReport: frozenset({LOCAL_ROLE, "rank"}),
 }
 RANK_ROLES = frozenset({LOCAL_ROLE, "rank"})
@@ -88,7 +97,7 @@ class RankRecording(Struct, frozen=True, forbid_unknown_fields=True):
     path: str
 
 
-class RankStatus(Struct, frozen=True, forbid_unknown_fields=True):
+class RankHealth(Struct, frozen=True, forbid_unknown_fields=True):
     """One rank as the rebalancer sees it; `heard_s_ago` None = never in this life. Keys are (epoch, version)."""
 
     rank: int
@@ -102,11 +111,16 @@ class RankStatus(Struct, frozen=True, forbid_unknown_fields=True):
     last_step: int | None = None
     tokens: int = 0
     behind: bool = False
+    ended: bool = False  # it has said goodbye
     recording: RankRecording | None = None
 
 
-class Status(Struct, frozen=True, forbid_unknown_fields=True):
-    """The rebalancer's state; times in seconds. `state`: waiting, serving or ended; `degraded`: why, if at all."""
+class RebalancerStatus(Struct, frozen=True, forbid_unknown_fields=True):
+    """The rebalancer's state; times in seconds. `degraded`: why, if at all.
+
+    `state`: waiting, serving, finished (every rank of the job has said goodbye) or ended. `last_action` (stay, shares,
+    moves, full; of a planner of one's own its policy) and `last_reason` are those of the last decision.
+    """
 
     state: str
     degraded: list[str]
@@ -126,7 +140,7 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True):
     live_lowest: tuple[int, int]
     live_highest: tuple[int, int]
     settled: bool
-    ranks: list[RankStatus]
+    ranks: list[RankHealth]
     interval: float
     interval_unit: str
     until_next_plan: float
@@ -145,6 +159,9 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True):
     recording_per_rank: bool
     recording_mode: str = ""  # of the recording that runs or can be dumped, "" = none
     recording_name: str = ""
+    paused: bool = False  # an operator has stopped the plans
+    last_action: str = ""
+    last_reason: str = ""
     shared_counts: bool = False  # all ranks see the same tokens: rank 0 counts and records for all
 
     @property
@@ -182,7 +199,7 @@ class Recorded(Struct, frozen=True, tag="recorded", forbid_unknown_fields=True):
 class StatusAnswer(Struct, frozen=True, tag="status", forbid_unknown_fields=True):
     """Answer to `StatusRequest`."""
 
-    status: Status
+    status: RebalancerStatus
 
 
 class Done(Struct, frozen=True, tag="done", forbid_unknown_fields=True):
@@ -197,6 +214,7 @@ class Refused(Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
     reason: str
 
 
+_Message = TypeVar("_Message", bound=Request | RecordOrder)
 Answer: TypeAlias = StatusAnswer | Recorded | Done | Refused | RecordOrder
 
 _encoder = msgspec.msgpack.Encoder()
@@ -223,28 +241,24 @@ def encode_control(message: Request | Answer) -> bytes:
 
 def decode_request(frame: bytes | memoryview) -> Request:
     """A request; MessageError in one line when it is none, ForeignVersionError when it is one of another version."""
-    if len(frame) > CONTROL_LIMIT_BYTES:
-        raise MessageError(f"control frame: found {len(frame)} bytes, allowed at most {CONTROL_LIMIT_BYTES}")
-    try:
-        request = _requests.decode(frame)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        _check_version(frame)
-        raise MessageError(f"control frame: {_line(error)}") from None
-    _check_protocol(request.protocol)
-    return request
+    return _decode(_requests, frame, "control frame")
 
 
 def decode_order(frame: bytes | memoryview) -> RecordOrder:
     """The rebalancer's order to a rank; MessageError in one line when it is none."""
+    return _decode(_orders, frame, "order")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes | memoryview, name: str) -> _Message:
     if len(frame) > CONTROL_LIMIT_BYTES:
-        raise MessageError(f"order: found {len(frame)} bytes, allowed at most {CONTROL_LIMIT_BYTES}")
+        raise MessageError(f"{name}: found {len(frame)} bytes, allowed at most {CONTROL_LIMIT_BYTES}")
     try:
-        order = _orders.decode(frame)
+        message = decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         _check_version(frame)
-        raise MessageError(f"order: {_line(error)}") from None
-    _check_protocol(order.protocol)
-    return order
+        raise MessageError(f"{name}: {_line(error)}") from None
+    _check_protocol(message.protocol)
+    return message
 
 
 def decode_answer(frame: bytes | memoryview) -> Answer:

@@ -23,7 +23,6 @@ import zmq
 
 from evenroute.dist.wire.address import Address
 from evenroute.dist.wire.keys import LOCAL_ROLE, ClientKeys, ServerKeys, ZapHandler
-from evenroute.eplb._checks import require_instance
 
 LINGER_MS = 500
 QUEUE_FRAMES = 16  # frames that wait for a peer that does not read
@@ -79,6 +78,8 @@ class RouterLink:
         self.socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self.socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+        if address.needs_ipv6:
+            self.socket.setsockopt(zmq.IPV6, 1)
         if keys is not None:
             keys.apply(self.socket)
         self.dropped = 0
@@ -172,15 +173,19 @@ class RouterLink:
 class DealerLink:
     """A rank's, an operator's or a viewer's socket; connects, and reconnects, in the background."""
 
-    def __init__(self, address: Address, *, keys: ClientKeys | None, max_message_bytes: int) -> None:
-        require_instance("address", address, Address)
+    def __init__(
+        self, address: Address, *, keys: ClientKeys | None, max_message_bytes: int, queues: bool = False
+    ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         _set_common(self.socket, max_message_bytes)
-        # Nothing queues up for a rebalancer that is not there.
-        self.socket.setsockopt(zmq.IMMEDIATE, 1)
+        # Without `queues` nothing waits for a rebalancer that is not there. To be set before the connect: libzmq 4.3.5
+        # aborts the process at a lost connection if it was changed afterwards.
+        self.socket.setsockopt(zmq.IMMEDIATE, 0 if queues else 1)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if address.needs_ipv6:
+            self.socket.setsockopt(zmq.IPV6, 1)
         if keys is not None:
             keys.apply(self.socket)
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)

@@ -14,8 +14,9 @@ from msgspec import Meta, Struct
 
 from evenroute.dist.wire.messages import Count, Int62
 
-CONTROL_PROTOCOL: Final = 2
-"""Version of everything on the control channel; 2 brought recordings of passes. Another version is refused by name."""
+CONTROL_PROTOCOL: Final = 3
+"""Version of everything on the control channel: 2 brought recordings of passes, 3 pause and rollback.
+Another version is refused by name."""
 
 PassMode: TypeAlias = Literal["per_pass", "per_token"]
 RecordMode: TypeAlias = Literal["stat", "per_pass", "per_token"]
@@ -28,7 +29,7 @@ RecordingName: TypeAlias = Annotated[str, Meta(pattern=rf"\A{_NAME}\Z")]
 RecordingId: TypeAlias = Annotated[int, Meta(ge=1, lt=2**62)]
 RankState: TypeAlias = Literal["starting", "recording", "ending", "ended", "refused", "failed"]
 RecordingState: TypeAlias = RankState | Literal["lost"]
-"""As an operator sees it; "lost": a rank that has not told its end, and is not heard any more."""
+"""As an operator sees it; "lost": a rank that has not reported its end, and is not heard any more."""
 RUNNING: Final = frozenset({"starting", "recording", "ending"})
 OVER: Final = frozenset({"ended", "refused", "failed"})
 

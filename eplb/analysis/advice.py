@@ -29,7 +29,8 @@ from evenroute.eplb.analysis.measures import (
     tokens_needed,
 )
 from evenroute.eplb.analysis.replay import plain_map
-from evenroute.eplb.loads.skew import Floats, RankLoadMap, quick_balancedness, skew
+from evenroute.eplb.loads.balance import RankLoadMap, quick_balancedness
+from evenroute.eplb.loads.skew import Floats, skew
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.plan import plan_placement
 

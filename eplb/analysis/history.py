@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.loads.balance import Balancedness, balancedness
-from evenroute.eplb.loads.skew import Floats, RankLoadMap, quick_balancedness
-from evenroute.eplb.loads.source import LoadSource, PlacementEvent, PlacementMap, Window
+from evenroute.eplb.loads.balance import Balancedness, RankLoadMap, balancedness, quick_balancedness
+from evenroute.eplb.loads.skew import Floats
+from evenroute.eplb.loads.source import LoadSource, LoadWindow, PlacementEvent, PlacementMap
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology, automatic_redundant_experts
 
@@ -178,7 +178,7 @@ class _Timeline:
         self.current: Achieved | None = None
         self._history = history
 
-    def advance(self, window: Window) -> None:
+    def advance(self, window: LoadWindow) -> None:
         while self._next < len(self._events) and self._due(self._events[self._next], window):
             event = self._events[self._next]
             self._next += 1
@@ -189,7 +189,7 @@ class _Timeline:
             self._history.achieved.append(self.current)
 
     @staticmethod
-    def _due(event: PlacementEvent, window: Window) -> bool:
+    def _due(event: PlacementEvent, window: LoadWindow) -> bool:
         if event.time is not None and window.time is not None:
             return event.time <= window.time
         if event.step is not None and window.last_step is not None:
@@ -229,7 +229,7 @@ def read_history(
     source: LoadSource,
     using: Using,
     *,
-    keep: Callable[[int, Window], bool] | None = None,
+    keep: Callable[[int, LoadWindow], bool] | None = None,
     follow_placements: bool = True,
 ) -> History:
     """Read a source once. Memory: `MAX_BINS` x L x E x 4 bytes, whatever the number of windows.
@@ -278,7 +278,7 @@ def read_history(
     return history
 
 
-def _note_window(history: History, window: Window) -> None:
+def _note_window(history: History, window: LoadWindow) -> None:
     history.num_incomplete += not window.complete
     if window.first_step is not None:
         known = history.first_step
@@ -290,7 +290,7 @@ def _note_window(history: History, window: Window) -> None:
         history.last_time = window.time
 
 
-def _add_bin(history: History, index: int, window: Window, width: int) -> int:
+def _add_bin(history: History, index: int, window: LoadWindow, width: int) -> int:
     bins = history.bins
     if bins and bins[-1].num_windows < width:
         last = bins[-1]
@@ -307,7 +307,7 @@ def _add_bin(history: History, index: int, window: Window, width: int) -> int:
 
 
 def _add_point(
-    history: History, index: int, window: Window, mean: float | None, total: float | None, width: int
+    history: History, index: int, window: LoadWindow, mean: float | None, total: float | None, width: int
 ) -> int:
     points = history.points
     new = Point(index, 1, window.last_step, window.time, mean, total)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from evenroute.eplb.loads.skew import Floats, RankLoadMap, quick_balancedness
+from evenroute.eplb.loads.balance import RankLoadMap, quick_balancedness
+from evenroute.eplb.loads.skew import Floats
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology, automatic_redundant_experts
 from evenroute.eplb.planner.plan import plan_placement

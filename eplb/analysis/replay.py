@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb._checks import as_integer, describe, is_number, require_instance, require_one_of
-from evenroute.eplb.loads.skew import Floats, RankLoadMap, quick_balancedness
+from evenroute.eplb.loads.balance import RankLoadMap, quick_balancedness
+from evenroute.eplb.loads.skew import Floats
 from evenroute.eplb.placement.placement import Placement, replica_counts
 from evenroute.eplb.placement.topology import Topology, automatic_redundant_experts, require_positive
 from evenroute.eplb.planner.plan import POLICIES, Plan, plan_placement

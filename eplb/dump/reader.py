@@ -33,15 +33,9 @@ from evenroute.eplb.dump.format import (
     checked_payload,
     split_payload,
 )
-from evenroute.eplb.loads.source import (
-    Counts,
-    LoadSource,
-    PlacementEvent,
-    Window,
-    check_counts,
-    damaged,
-    reading,
-)
+from evenroute.eplb.dump.partial import Unfinished, unfinished_in
+from evenroute.eplb.loads.decoding import check_counts, damaged, reading
+from evenroute.eplb.loads.source import Counts, LoadSource, LoadWindow, PlacementEvent
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 
@@ -142,7 +136,7 @@ class DumpReader:
             if file.tell() != self._end or seen + 1 != self.totals.num_frames:
                 raise damaged(self.path, f"{seen + 1} frames, expected {self.totals.num_frames}")
 
-    def windows(self) -> Iterator[Window]:
+    def windows(self) -> Iterator[LoadWindow]:
         """Windows in the order written; of a dump that holds ids of tokens only, one window per pass."""
         if not self.totals.num_windows and self.totals.num_token_frames:
             yield from (self._counted(frame) for frame in self.tokens())
@@ -162,7 +156,7 @@ class DumpReader:
             if meta.dtype in ("<i8", "<f8"):  # the unsigned ones can hold nothing odd
                 with reading(self.path):
                     counts = check_counts(stored, f"window of step {meta.first_step}")
-            yield Window(
+            yield LoadWindow(
                 counts,
                 meta.time,
                 meta.first_step,
@@ -172,7 +166,7 @@ class DumpReader:
                 meta.label,
             )
 
-    def _counted(self, frame: TokenFrame) -> Window:
+    def _counted(self, frame: TokenFrame) -> LoadWindow:
         """The counts of one pass, from its ids."""
         layers, experts = self.header.num_layers, self.header.num_logical_experts
         ids = frame.ids.reshape(layers, -1).astype(np.int64)
@@ -181,7 +175,7 @@ class DumpReader:
         keys = (ids + np.arange(layers)[:, None] * experts)[ids >= 0]
         counts = np.bincount(keys, minlength=layers * experts).reshape(layers, experts)
         tokens = int((frame.ids[0] >= 0).any(axis=1).sum()) if layers else 0
-        return Window(counts, first_step=frame.step, last_step=frame.step, tokens=tokens)
+        return LoadWindow(counts, first_step=frame.step, last_step=frame.step, tokens=tokens)
 
     def tokens(self) -> Iterator[TokenFrame]:
         """Token frames in the order written."""
@@ -286,3 +280,52 @@ def source_of(reader: DumpReader) -> LoadSource:
         part=header.part,
         notes=notes,
     )
+
+
+class UnfinishedReader(DumpReader):
+    """A dump without its end. Opening reads the whole file once and checks every record; memory is one record.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds not even its header.
+    """
+
+    def _find_end(self, file: BinaryIO) -> None:
+        self.grows = True  # it may be written while it is read; only what is here now is read
+        counts = dict.fromkeys((WINDOW, PLACEMENT, TOKENS), 0)
+        placements = []
+        self._end = at = file.tell()
+        reason = ""
+        while at < self._size:
+            try:
+                kind, _ = self._frame(file)
+            except ValueError as error:
+                reason = str(error).removeprefix(f"{self.path}: truncated or damaged: ")
+                break
+            if kind not in counts:
+                break  # the end: only the renaming is missing
+            if kind == PLACEMENT:
+                placements.append(at)
+            counts[kind] += 1
+            self._end = at = file.tell()
+        left = self._size - self._end
+        notes = [f"{self.path.name}: unfinished, its {sum(counts.values()):,} whole records are read"]
+        if reason and left > TAIL.size:
+            notes[0] += f"; {left:,} bytes after them are none ({reason})"
+        self.totals = EndMeta(sum(counts.values()) + 2, counts[WINDOW], counts[TOKENS], placements, notes)
+
+
+def read_unfinished(found: Unfinished) -> LoadSource | str:
+    """An unfinished dump as a source of windows, or one line that says why there is nothing to read in it."""
+    try:
+        reader = UnfinishedReader(found.path)
+    except ValueError as error:
+        return str(error)
+    if not reader.totals.num_windows + reader.totals.num_token_frames:
+        return f"{found.path}: unfinished, and holds no whole record yet: nothing to read"
+    return source_of(reader)
+
+
+def is_unfinished(path: Path) -> Unfinished | None:
+    """The unfinished dump at a path that a user gave; None for any other file."""
+    return next((found for found in unfinished_in(path.parent) if found.path == path), None)

@@ -35,7 +35,7 @@ from evenroute.eplb.dump.format import (
     narrow,
 )
 from evenroute.eplb.dump.partial import hold, partial_path, remove_left
-from evenroute.eplb.loads.source import PlacementEvent, Window
+from evenroute.eplb.loads.source import LoadWindow, PlacementEvent
 
 _MOST_TAKEN_BACK = 8
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -44,7 +44,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class DumpWriter:
     """One dump in the making. The final name holds the old file until `close`, then the whole new one.
 
-    Memory is one frame. A killed writer leaves a hidden `.partial` file, which `eplb.dump.unfinished` reads. As a
+    Memory is one frame. A killed writer leaves a hidden `.partial` file, which `eplb.dump.reader` reads. As a
     context manager it finishes on success and discards on an exception. The file holds whole records at any time: one
     that cannot be written (a full disk) is taken back, and the dump can still be finished.
 
@@ -129,7 +129,7 @@ class DumpWriter:
         self.num_token_frames -= kind == TOKENS
         return True
 
-    def add_window(self, window: Window) -> None:
+    def add_window(self, window: LoadWindow) -> None:
         """Append one window; its counts are ``[L, E]``."""
         shape = (self.header.num_layers, self.header.num_logical_experts)
         if window.counts.shape != shape:

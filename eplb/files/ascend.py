@@ -12,17 +12,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from evenroute.eplb.loads.source import LoadSource, PlacementMap, check_map, reading
+from evenroute.eplb.files.format import EngineRows, Format
+from evenroute.eplb.loads.decoding import check_map, reading
+from evenroute.eplb.loads.source import LoadSource, PlacementMap
 
 
 def source_from_object(path: Path, data: dict[str, Any]) -> LoadSource:
     """The placement of a decoded expert map."""
     with reading(path):
-        layers = data["layer_list"]
-        count = data["moe_layer_count"]
+        missing = [key for key in ("layer_list", "moe_layer_count") if key not in data]
+        if missing:
+            raise ValueError(f"no {missing[0]}, expected an expert map with moe_layer_count and layer_list")
+        layers, count = data["layer_list"], data["moe_layer_count"]
         if not isinstance(layers, list) or not isinstance(count, int) or len(layers) != count:
             raise ValueError(f"moe_layer_count={count!r}, but layer_list has {len(layers)} layers")
         rows = []
@@ -31,10 +32,9 @@ def source_from_object(path: Path, data: dict[str, Any]) -> LoadSource:
             if layer.get("layer_id", index) != index:
                 raise ValueError(f"layer_list[{index}] has layer_id {layer['layer_id']}, expected {index}")
             devices = layer["device_list"]
-            if layer["device_count"] != len(devices):
-                raise ValueError(
-                    f"layer {index}: device_count={layer['device_count']}, but {len(devices)} devices listed"
-                )
+            stated = layer.get("device_count", len(devices))
+            if stated != len(devices):
+                raise ValueError(f"layer {index}: device_count={stated}, but {len(devices)} devices listed")
             ids = [device.get("device_id", place) for place, device in enumerate(devices)]
             if ids != list(range(len(devices))):
                 raise ValueError(f"layer {index}: device_id {ids[:8]}, expected 0, 1, 2, ...")
@@ -63,8 +63,13 @@ def source_from_object(path: Path, data: dict[str, Any]) -> LoadSource:
     )
 
 
-def expert_map_json(rows: NDArray[np.int32], ep_size: int) -> bytes:
-    """The JSON vLLM-Ascend reads, of ``rows [L, P]`` (MoE layers only)."""
+def placement_bytes(placement: EngineRows) -> bytes:
+    """The JSON vLLM-Ascend reads (MoE layers only)."""
+    rows, ep_size = placement.rows, placement.ep_size
+    if ep_size is None:
+        raise ValueError("vllm-ascend lists slots by device: give --ep-size")
+    if rows.shape[1] % ep_size:
+        raise ValueError(f"--ep-size {ep_size} does not divide {rows.shape[1]} slots")
     num_local = rows.shape[1] // ep_size
     layers = [
         {
@@ -78,3 +83,13 @@ def expert_map_json(rows: NDArray[np.int32], ep_size: int) -> bytes:
         for index, row in enumerate(rows.tolist())
     ]
     return json.dumps({"moe_layer_count": len(layers), "layer_list": layers}, indent=1).encode() + b"\n"
+
+
+FORMAT = Format(
+    "vllm-ascend",
+    matches_object=lambda _, data: (
+        isinstance(data, dict) and ("layer_list" in data or "moe_layer_count" in data)
+    ),
+    from_object=lambda path, data, _: source_from_object(path, data),
+    placement_bytes=placement_bytes,
+)

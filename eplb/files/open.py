@@ -15,41 +15,16 @@ from typing import Any
 from evenroute.eplb._checks import as_path, describe
 from evenroute.eplb._io import open_input, read_input
 from evenroute.eplb.dump.partial import Unfinished, unfinished_in, unfinished_of
-from evenroute.eplb.dump.reader import is_dump, read_dump
-from evenroute.eplb.dump.unfinished import is_unfinished, read_unfinished
-from evenroute.eplb.files import ascend as foreign_ascend
-from evenroute.eplb.files import megatron as foreign_megatron
-from evenroute.eplb.files import sglang as foreign_sglang
-from evenroute.eplb.files import trtllm as foreign_trtllm
-from evenroute.eplb.files.arrays import (
-    natural_key,
-    read_csv,
-    read_npy,
-    read_npz,
-    read_safetensors,
-    rectangular,
-)
-from evenroute.eplb.files.join import assemble
-from evenroute.eplb.files.loglines import MARK, read_log
-from evenroute.eplb.loads.source import (
-    LoadSource,
-    PlacementEvent,
-    PlacementMap,
-    beginning,
-    damaged,
-    decode_json,
-    is_text,
-    phase_of_name,
-    reading,
-    stacked_source,
-)
-from evenroute.eplb.placement.file import FORMAT as PLACEMENT_FORMAT
-from evenroute.eplb.placement.file import PlacementFile, load_placement
-from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.placement.set import SET_FORMAT, load_placement_set
-from evenroute.eplb.store.source import SQLITE_MAGIC, read_store
+from evenroute.eplb.dump.reader import is_unfinished, read_unfinished
+from evenroute.eplb.files.arrays import natural_key, rectangular
+from evenroute.eplb.files.format import Beginning, PtReader, Reading
+from evenroute.eplb.files.formats import FORMATS
+from evenroute.eplb.files.ranks import assemble
+from evenroute.eplb.files.whole import join_layers
+from evenroute.eplb.loads.decoding import beginning, damaged, decode_json, is_text, reading
+from evenroute.eplb.loads.source import LoadSource
 
-PtReader = Callable[[Path], Any]
+_NOT_DECODED = object()
 NOT_LOADS = {".md", ".lock", ".partial", ".png", ".html", ".pdf"}
 SIDE_FILES = ("-wal", "-shm", "-journal")
 BINARY = {
@@ -98,11 +73,13 @@ def open_sources(
     *,
     read_pt: PtReader | None = None,
     num_logical_experts: int | None = None,
+    layout: str | None = None,
     unfinished: bool = False,
 ) -> Opened:
     """Everything under ``paths``; several files of single ranks become one source for the job.
 
     Args:
+        layout: as `open_loads`.
         unfinished: also read dumps that were never finished (in a folder, or beside a recording's files), up to their
             last whole record. By default they are only told.
     """
@@ -110,6 +87,7 @@ def open_sources(
         raise ValueError(f"paths must be a list of paths, found {describe(paths)}")
     named = [as_path("path", path) for path in paths]
     opened = Opened()
+    given = Reading(read_pt, num_logical_experts, layout, opened.errors)
     left: dict[Path, Unfinished] = {}
     for path in named:
         try:
@@ -120,7 +98,7 @@ def open_sources(
                 if not unfinished:
                     opened.errors.append(f"{itself.told()}; {NOT_READ}")
                 continue
-            _open_path(path, read_pt, num_logical_experts, opened, some_left=bool(beside))
+            _open_path(path, given, opened, some_left=bool(beside))
         except OSError as error:
             opened.errors.append(f"{error.filename or path}: {error.strerror or error}")
         except ValueError as error:
@@ -136,6 +114,7 @@ def open_loads(
     paths: Sequence[str | Path],
     *,
     num_experts: int | None = None,
+    layout: str | None = None,
     read_pt: PtReader | None = None,
     on_unfinished: Callable[[str], None] | None = None,
 ) -> list[LoadSource]:
@@ -143,13 +122,15 @@ def open_loads(
 
     Args:
         num_experts: E, for files that do not say how many logical experts they count.
+        layout: the axes of plain arrays of three ("ranks,layers,experts", "layers,windows,experts" or
+            "windows,layers,experts"); None = as the file says or shows, and refused where that is doubtful.
         read_pt: reads a `.pt` file without executing pickles; None refuses such files.
         on_unfinished: called with one line for each dump that was never finished and is left out.
 
     Raises:
         ValueError: one line for the first path that cannot be read, holds no loads, or has another shape.
     """
-    opened = open_sources(paths, read_pt=read_pt, num_logical_experts=num_experts)
+    opened = open_sources(paths, read_pt=read_pt, num_logical_experts=num_experts, layout=layout)
     if opened.unfinished and not opened.sources and not opened.errors:
         raise ValueError(opened.unfinished[0])
     for line in opened.unfinished:
@@ -161,13 +142,7 @@ def open_loads(
     for source in opened.sources:
         if not source.has_loads:
             raise ValueError(f"{source.path}: {source.kind} holds no loads")
-    first = opened.sources[0]
-    for source in opened.sources:
-        if source.shape != first.shape:
-            raise ValueError(
-                f"{source.path}: {list(source.shape)} (layers, experts), {first.path} has {list(first.shape)}"
-            )
-    return opened.sources
+    return join_layers(opened.sources)
 
 
 def _add_unfinished(found: Unfinished, opened: Opened, *, read: bool) -> None:
@@ -185,22 +160,16 @@ def _add_unfinished(found: Unfinished, opened: Opened, *, read: bool) -> None:
         opened.sources.append(source)
 
 
-def _open_path(
-    path: Path, read_pt: PtReader | None, num_logical_experts: int | None, opened: Opened, *, some_left: bool
-) -> None:
+def _open_path(path: Path, given: Reading, opened: Opened, *, some_left: bool) -> None:
     """Add what one path holds."""
     if not path.is_dir():
-        opened.sources += _open_file(path, read_pt, num_logical_experts)
+        opened.sources += _open_file(path, given)
         return
     names = sorted((child.name for child in path.iterdir() if child.is_file()), key=natural_key)
-    if foreign_trtllm.META in names:
-        opened.sources.append(foreign_trtllm.read_statistics(path, opened.errors))
-        return
-    if any(foreign_megatron.is_trace_name(name) for name in names):
-        opened.sources.append(
-            foreign_megatron.read_traces(path, num_logical_experts=num_logical_experts, errors=opened.errors)
-        )
-        return
+    for form in FORMATS:
+        if form.read_folder is not None and form.matches_folder(names):
+            opened.sources.append(form.read_folder(path, given))
+            return
     wanted = [
         name
         for name in names
@@ -210,121 +179,59 @@ def _open_path(
         raise ValueError(f"{path}: the folder holds no load file, expected {KNOWN}")
     for name in wanted:
         try:
-            opened.sources += _open_file(path / name, read_pt, num_logical_experts)
+            opened.sources += _open_file(path / name, given)
         except OSError as error:
             opened.errors.append(f"{path / name}: {error.strerror or error}")
         except ValueError as error:
             opened.errors.append(str(error))
 
 
-def _open_file(path: Path, read_pt: PtReader | None, num_logical_experts: int | None) -> list[LoadSource]:
+def _open_file(path: Path, given: Reading) -> list[LoadSource]:
     """What a file holds: one source, or as many as a placement set has keys."""
     with open_input(path) as file:
         head = file.read(4096)
     if not head:
         raise damaged(path, "the file is empty")
+    file_seen = Beginning(path, head, path.suffix.lower())
     with reading(path):
-        if f'"{SET_FORMAT}"'.encode() in head[:200]:  # `format` is the first field
-            found = load_placement_set(path)
-            return [_placement_source(path, *entry, key) for key, entry in found.items()]
-        return [_open_one(path, head, read_pt, num_logical_experts)]
-
-
-def _open_one(
-    path: Path, head: bytes, read_pt: PtReader | None, num_logical_experts: int | None
-) -> LoadSource:
-    if head.startswith(SQLITE_MAGIC):
-        return read_store(path)
-    if is_dump(head):
-        return read_dump(path)
-    suffix = path.suffix.lower()
-    if suffix in BINARY and is_text(head):
-        raise ValueError(f"{path}: plain text that begins {beginning(head)}, expected {BINARY[suffix]}")
-    if head.startswith(b"PK") or suffix in (".pt", ".pth", ".npz"):
-        return _open_archive(path, suffix, read_pt)
-    if head.startswith(b"\x93NUMPY") or suffix == ".npy":
-        return read_npy(path)
-    if suffix == ".safetensors":
-        return read_safetensors(path)
-    if suffix in (".csv", ".tsv"):
-        return read_csv(path)
-    if suffix in (".yaml", ".yml"):
-        return foreign_trtllm.read_load_balancer(path)
-    if suffix == ".jsonl":
-        return foreign_megatron.read_traces(path, num_logical_experts=num_logical_experts)
-    if suffix in (".pkl", ".pickle") or head[:1] == b"\x80":
+        if file_seen.suffix in BINARY and is_text(head):
+            raise ValueError(
+                f"{path}: plain text that begins {beginning(head)}, expected {BINARY[file_seen.suffix]}"
+            )
+        data: Any = _NOT_DECODED
+        for form in FORMATS:
+            if form.read is not None and form.matches(file_seen):
+                return form.read(path, given)
+            if form.from_object is not None and _holds_object(file_seen):
+                data = _decoded(file_seen, given) if data is _NOT_DECODED else data
+                if form.matches_object(file_seen, data):
+                    return [form.from_object(path, data, given)]
+    if file_seen.suffix in (".pkl", ".pickle") or head[:1] == b"\x80":
         raise ValueError(f"{path}: a pickle, which is never executed; expected {KNOWN}")
-    if suffix == ".json" or head.lstrip()[:1] in (b"{", b"["):
-        return _open_json(path)
-    if suffix in (".log", ".txt", ".out", ".err") or MARK in head:
-        return read_log(path)
     what = f"plain text that begins {beginning(head)}" if is_text(head) else "not a file of a known form"
     raise ValueError(f"{path}: {what}, expected {KNOWN}")
 
 
-def _open_archive(path: Path, suffix: str, read_pt: PtReader | None) -> LoadSource:
-    """A zip file: numpy's `.npz` or torch's `.pt` (which has a data.pkl inside)."""
-    if suffix == ".npz":
-        return read_npz(path)
-    if suffix not in (".pt", ".pth"):
-        try:
+def _holds_object(file: Beginning) -> bool:
+    binary = file.suffix in (".pt", ".pth") or file.head.startswith(b"PK")
+    return binary or file.suffix == ".json" or file.head.lstrip()[:1] in (b"{", b"[")
+
+
+def _decoded(file: Beginning, given: Reading) -> Any:
+    """The content of a `.pt` (a zip file with a data.pkl, or torch's older form) or JSON file."""
+    path = file.path
+    if file.suffix in (".pt", ".pth") or file.head.startswith(b"PK"):
+        if file.suffix not in (".pt", ".pth"):
             with zipfile.ZipFile(path) as archive:
-                names = archive.namelist()
-        except zipfile.BadZipFile as error:
-            raise damaged(path, error) from None
-        if all(name.endswith(".npy") for name in names):
-            return read_npz(path)
-        if not any(name.endswith("data.pkl") for name in names):
-            raise ValueError(f"{path}: a zip file of another kind, expected {KNOWN}")
-    if read_pt is None:
-        raise ValueError(f"{path}: reading .pt files needs torch: pip install 'evenroute[rank]'")
-    return foreign_sglang.source_from_object(path, read_pt(path))
-
-
-def _open_json(path: Path) -> LoadSource:
+                if not any(name.endswith("data.pkl") for name in archive.namelist()):
+                    raise ValueError(f"{path}: a zip file of another kind, expected {KNOWN}")
+        if given.read_pt is None:
+            raise ValueError(f"{path}: reading .pt files needs torch: pip install 'evenroute[rank]'")
+        return given.read_pt(path)
     data = decode_json(path, read_input(path))
-    if isinstance(data, list):
-        with reading(path):
-            return stacked_source(path, "JSON array", rectangular(data), phase=phase_of_name(path))
-    if not isinstance(data, dict):
+    if not isinstance(data, dict | list):
         raise ValueError(f"{path}: found {type(data).__name__}, expected {KNOWN}")
-    if data.get("format") == PLACEMENT_FORMAT:
-        return _placement_source(path, *load_placement(path))
-    if "layer_list" in data or "moe_layer_count" in data:
-        return foreign_ascend.source_from_object(path, data)
-    if {"num_experts", "num_experts_per_token"} <= set(data):
-        raise ValueError(f"{path}: TensorRT-LLM's {foreign_trtllm.META}: give the folder that holds it")
-    with reading(path):
-        for key in ("logical_count", "physical_to_logical_map"):
-            if key in data:
-                data[key] = rectangular(data[key])
-    return foreign_sglang.source_from_object(path, data)
-
-
-def _placement_source(path: Path, placement: Placement, content: PlacementFile, key: str = "") -> LoadSource:
-    topology = placement.topology
-    known = PlacementMap(
-        placement.physical_to_logical,
-        placement.num_logical_experts,
-        topology.ep_size,
-        placement=placement,
-        model=content.model,
-        phase=content.phase,
-    )
-    return LoadSource(
-        path=path,
-        kind="evenroute placement" if not key else f"evenroute placement {key!r} of a set",
-        key=key,
-        num_layers=placement.num_layers,
-        num_logical_experts=placement.num_logical_experts,
-        open_windows=lambda: iter(()),
-        num_windows=0,
-        ep_size=topology.ep_size,
-        num_nodes=topology.num_nodes,
-        num_slots=placement.num_slots,
-        model=content.model,
-        phase=content.phase,
-        placements=[PlacementEvent(placement, epoch=content.epoch, version=content.version)],
-        placement_map=known,
-        has_loads=False,
-    )
+    for key in ("logical_count", "physical_to_logical_map"):
+        if isinstance(data, dict) and key in data:
+            data[key] = rectangular(data[key])
+    return data

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from evenroute.eplb.loads.source import Counts, LoadSource, PlacementEvent, Window
+from evenroute.eplb.loads.source import Counts, LoadSource, LoadWindow, PlacementEvent
 
 RankPass = Mapping[int, Counts]  # rank -> counts [L, E] of one pass
 
@@ -82,7 +82,7 @@ def _chained(group: Sequence[LoadSource]) -> LoadSource:
             if not placements or event.step != placements[-1].step:
                 placements.append(event)
 
-    def open_windows() -> Iterator[Window]:
+    def open_windows() -> Iterator[LoadWindow]:
         for source in parts:
             yield from source.windows()
 
@@ -124,7 +124,7 @@ def join_rank_sources(path: Path, sources: Sequence[LoadSource]) -> LoadSource:
     if len(shapes) != 1:
         raise ValueError(f"{path}: ranks differ in (layers, experts): {sorted(shapes)}")
 
-    def passes() -> Iterator[tuple[int, dict[int, Window]]]:
+    def passes() -> Iterator[tuple[int, dict[int, LoadWindow]]]:
         """By step, which is every rank's ascending order."""
         iterators = {int(s.rank or 0): s.windows() for s in sources}
         heads = {rank: next(windows, None) for rank, windows in iterators.items()}
@@ -137,11 +137,11 @@ def join_rank_sources(path: Path, sources: Sequence[LoadSource]) -> LoadSource:
 
     copies = are_copies({r: w.counts for r, w in found.items()} for _, found in passes())
 
-    def open_windows() -> Iterator[Window]:
+    def open_windows() -> Iterator[LoadWindow]:
         for step, found in passes():
             tokens = [window.tokens for window in found.values()]
             known = [count for count in tokens if count is not None]
-            yield Window(
+            yield LoadWindow(
                 merged({rank: window.counts for rank, window in found.items()}, copies),
                 time=max((w.time for w in found.values() if w.time is not None), default=None),
                 first_step=step,
@@ -173,3 +173,65 @@ def join_rank_sources(path: Path, sources: Sequence[LoadSource]) -> LoadSource:
         notes=[verdict_note(len(sources), copies), *dict.fromkeys(n for s in sources for n in s.notes)],
         members=list(sources),
     )
+
+
+def assemble(sources: Sequence[LoadSource]) -> tuple[list[LoadSource], list[str]]:
+    """Parts of a rank chained and ranks joined, and one line for every file that turned out damaged on the way.
+
+    Files that cannot belong together (two of one rank, other shapes, a part beside a whole) give no source and one
+    line.
+    """
+    try:
+        return _joined(sources), []
+    except (ValueError, OSError) as error:
+        good, bad = sound(sources)
+        if not bad:
+            return [], [_line(error)]
+    found, more = assemble(good)
+    return found, [*bad, *more]
+
+
+def without_damaged(source: LoadSource) -> tuple[list[LoadSource], list[str]]:
+    """What is left of a source that failed while it was read: its sound files, and one line for each other one.
+
+    No source where it was one file.
+    """
+    good, bad = sound(_files(source))
+    found, more = assemble(good)
+    return found, [*bad, *more]
+
+
+def sound(files: Sequence[LoadSource]) -> tuple[list[LoadSource], list[str]]:
+    """Those that can be read to their end, and one line for each other one; reads all of them."""
+    good, bad = [], []
+    for file in files:
+        try:
+            for _ in file.windows():
+                pass
+        except (ValueError, OSError) as error:
+            bad.append(_line(error))
+        else:
+            good.append(file)
+    return good, bad
+
+
+def _files(source: LoadSource) -> list[LoadSource]:
+    if not source.members:
+        return [source]
+    return [file for member in source.members for file in _files(member)]
+
+
+def _line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
+def _joined(sources: Sequence[LoadSource]) -> list[LoadSource]:
+    found = chain_parts(sources)
+    of_ranks = [source for source in found if source.scope == "rank"]
+    loads = [source for source in found if source.has_loads]
+    if len(of_ranks) > 1 or (of_ranks and len(loads) > len(of_ranks)):
+        joined = join_rank_sources(of_ranks[0].path.parent, loads)
+        return [source for source in found if not source.has_loads] + [joined]
+    return found

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb._io import open_input
-from evenroute.eplb.loads.source import damaged
-from evenroute.eplb.placement.file import write_beside_and_rename
+from evenroute.eplb._io import open_input, write_beside_and_rename
+from evenroute.eplb.loads.decoding import damaged
 
 _DTYPES = {
     "F64": "<f8",

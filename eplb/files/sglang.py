@@ -18,37 +18,36 @@ who reads the `.pt` must do so without executing pickles (`evenroute.tools.pt_fi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.loads.source import (
-    Counts,
-    LoadSource,
-    PlacementMap,
-    Window,
-    check_counts,
-    check_map,
-    phase_of_name,
-    reading,
-)
+from evenroute.eplb._checks import as_path
+from evenroute.eplb._io import read_input, write_beside_and_rename
+from evenroute.eplb.files.format import EngineRows, Format
+from evenroute.eplb.loads.balance import validate_loads
+from evenroute.eplb.loads.decoding import check_counts, check_map, phase_of_name, reading
+from evenroute.eplb.loads.source import Counts, LoadSource, LoadWindow, PlacementMap
 
 STAT_KEYS = {"rank", "logical_count", "average_utilization_rate_over_window"}
 DETAIL_KEYS = {"records", "last_physical_to_logical_map"}
 
 
-def source_from_object(path: Path, data: Any) -> LoadSource:
+def source_from_object(path: Path, data: Any, num_logical_experts: int | None = None) -> LoadSource:
     """What an SGLang `.pt` or JSON object holds; ValueError names the keys if it is none of theirs."""
     with reading(path):
         if isinstance(data, dict) and "logical_count" in data:
             return _from_logical_count(path, data)
         if isinstance(data, dict) and "physical_to_logical_map" in data:
-            return _from_map(path, data)
+            return _from_map(path, data, num_logical_experts)
         if isinstance(data, dict) and "records" in data:
-            return _from_records(path, data)
+            return _from_records(path, data, num_logical_experts)
     found = sorted(map(str, data))[:8] if isinstance(data, dict) else type(data).__name__
     raise ValueError(
         f"{path}: found {found}, expected the key logical_count, physical_to_logical_map or records"
@@ -57,6 +56,9 @@ def source_from_object(path: Path, data: Any) -> LoadSource:
 
 def _from_logical_count(path: Path, data: dict[str, Any]) -> LoadSource:
     stack = np.asarray(data["logical_count"])
+    layout = data.get("logical_count_layout")
+    if layout is not None:
+        stack = _ordered(stack, layout)
     if stack.ndim not in (2, 3) or 0 in stack.shape or stack.dtype.kind not in "iuf":
         raise ValueError(
             f"logical_count must be numbers [L, E] or [steps, L, E], "
@@ -67,13 +69,13 @@ def _from_logical_count(path: Path, data: dict[str, Any]) -> LoadSource:
         for index, step in enumerate(steps):
             check_counts(step, f"step {index}")
 
-    def open_windows() -> Iterator[Window]:
+    def open_windows() -> Iterator[LoadWindow]:
         for index in range(steps.shape[0]):
             with reading(path):
                 counts = check_counts(steps[index], f"step {index}")
             if counts.any() or steps.shape[0] == 1:
                 number = index if stack.ndim == 3 else None
-                yield Window(counts, first_step=number, last_step=number)
+                yield LoadWindow(counts, first_step=number, last_step=number)
 
     notes = []
     empty = sum(1 for step in steps if not step.any())
@@ -94,9 +96,23 @@ def _from_logical_count(path: Path, data: dict[str, Any]) -> LoadSource:
     )
 
 
-def _from_map(path: Path, data: dict[str, Any]) -> LoadSource:
+def _ordered(stack: NDArray[Any], layout: Any) -> NDArray[Any]:
+    """``[L, E]`` or ``[steps, L, E]`` of counts in a stated layout."""
+    if layout == "rank_layer_expert" and stack.ndim == 3:
+        return np.asarray(stack.sum(axis=0))
+    if (layout, stack.ndim) in (("layer_expert", 2), ("step_layer_expert", 3)):
+        return stack
+    raise ValueError(
+        f"logical_count_layout {layout!r} of shape {list(stack.shape)}, expected layer_expert, step_layer_expert or "
+        "rank_layer_expert"
+    )
+
+
+def _from_map(path: Path, data: dict[str, Any], num_logical_experts: int | None) -> LoadSource:
     extra = sorted(set(map(str, data)) - {"physical_to_logical_map"})
-    rows, num_experts = check_map(data["physical_to_logical_map"])
+    rows, num_experts = check_map(data["physical_to_logical_map"], num_logical_experts)
+    if "logical_to_physical_map" in data:
+        _check_inverse(rows, data["logical_to_physical_map"])
     notes = [f"SGLang refuses this file: it allows no key beside physical_to_logical_map, found {extra}"]
     return LoadSource(
         path=path,
@@ -110,6 +126,19 @@ def _from_map(path: Path, data: dict[str, Any]) -> LoadSource:
         notes=notes if extra else [],
         has_loads=False,
     )
+
+
+def _check_inverse(rows: NDArray[np.int32], inverse: Any) -> None:
+    """ValueError where ``logical_to_physical_map [L, E, X]`` (-1 padded) names other slots than the map."""
+    for layer, (row, experts) in enumerate(zip(rows.tolist(), inverse, strict=False)):
+        for expert, slots in enumerate(experts):
+            stated = sorted(int(slot) for slot in np.atleast_1d(slots) if int(slot) >= 0)
+            held = [slot for slot, holds in enumerate(row) if holds == expert]
+            if stated != held:
+                raise ValueError(
+                    f"logical_to_physical_map: layer {layer} expert {expert} has slots {stated[:8]}, "
+                    f"physical_to_logical_map says {held[:8]}"
+                )
 
 
 def _physical_counts(record: dict[str, Any], num_layers: int, num_slots: int) -> NDArray[np.int64]:
@@ -138,9 +167,9 @@ def to_logical(physical: NDArray[np.int64], rows: NDArray[np.int32], num_experts
     return sums.reshape(len(rows), num_experts).astype(np.int64)
 
 
-def _from_records(path: Path, data: dict[str, Any]) -> LoadSource:
+def _from_records(path: Path, data: dict[str, Any], num_logical_experts: int | None) -> LoadSource:
     records = data["records"]
-    rows, num_experts = check_map(data["last_physical_to_logical_map"])
+    rows, num_experts = check_map(data["last_physical_to_logical_map"], num_logical_experts)
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise ValueError("records must be a list of objects")
     if not records:
@@ -152,14 +181,14 @@ def _from_records(path: Path, data: dict[str, Any]) -> LoadSource:
     top_k = int(np.asarray(records[0]["topk_ids_of_layer"]).shape[2]) if per_token else None
     order = sorted(range(len(records)), key=lambda i: int(records[i]["forward_pass_id"]))
 
-    def open_windows() -> Iterator[Window]:
+    def open_windows() -> Iterator[LoadWindow]:
         for index in order:
             record = records[index]
             with reading(path):
                 counts: Counts = to_logical(_physical_counts(record, *rows.shape), rows, num_experts)
                 step = int(record["forward_pass_id"])
                 tokens = len(record["input_ids"]) if "input_ids" in record else None
-            yield Window(counts, first_step=step, last_step=step, tokens=tokens)
+            yield LoadWindow(counts, first_step=step, last_step=step, tokens=tokens)
 
     rank = ranks.pop()
     return LoadSource(
@@ -178,3 +207,66 @@ def _from_records(path: Path, data: dict[str, Any]) -> LoadSource:
         placement_map=PlacementMap(rows, num_experts),
         notes=["decoded with the last placement of the dump: wrong for passes before a change of placement"],
     )
+
+
+class _LogicalCount(msgspec.Struct):
+    logical_count: list[list[float]]
+
+
+def read_logical_count(path: str | PathLike[str]) -> NDArray[np.float64]:
+    """Loads ``[L, E]`` of a ``{"logical_count": [[...]]}`` file; dense layers stay as rows of zeros.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: one line that names the file, what was found and what was expected.
+    """
+    path = as_path("path", path)
+    data = read_input(path)
+    try:
+        rows = msgspec.json.decode(data, type=_LogicalCount).logical_count
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a logical_count file: {error}") from None
+    lengths = {len(row) for row in rows}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"{path}: logical_count rows must have one length, found {sorted(lengths) or 'no rows'}"
+        )
+    try:
+        return validate_loads(rows)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _write_loads(path: Path, source: LoadSource, _: int | None) -> int:
+    """``{"logical_count": [[...]]}`` summed over windows, for `--init-expert-location`; all hidden layers."""
+    total, number = np.zeros(source.shape), 0
+    for window in source.windows():
+        total += window.counts
+        number += 1
+    rows: Any = (
+        total.astype(np.int64)
+        if total.max(initial=0) < 2**63 and np.array_equal(total, np.rint(total))
+        else total
+    )
+    if source.layer_ids is not None:
+        whole = np.zeros((max(source.layer_ids) + 1, total.shape[1]), dtype=rows.dtype)
+        whole[list(source.layer_ids)] = rows
+        rows = whole
+    write_beside_and_rename(path, json.dumps({"logical_count": rows.tolist()}).encode())
+    return number
+
+
+def _placement_bytes(placement: EngineRows) -> bytes:
+    return json.dumps({"physical_to_logical_map": placement.rows.tolist()}).encode()
+
+
+FORMAT = Format(
+    "sglang",
+    matches_object=lambda _, data: (
+        True
+    ),  # the last one asked: it names the keys that would have made it known
+    from_object=lambda path, data, given: source_from_object(path, data, given.num_logical_experts),
+    counts_dense=True,
+    placement_bytes=_placement_bytes,
+    write_loads=_write_loads,
+)

@@ -19,19 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb._io import read_input, read_input_text
+from evenroute.eplb._io import read_input, read_input_text, write_beside_and_rename
+from evenroute.eplb.files.format import Format, Reading, one
 from evenroute.eplb.files.safetensors import SafetensorsFile, write_safetensors
-from evenroute.eplb.loads.source import (
-    LoadSource,
-    PlacementMap,
-    Window,
-    check_counts,
-    check_map,
-    damaged,
-    phase_of_name,
-    reading,
-)
-from evenroute.eplb.placement.file import write_beside_and_rename
+from evenroute.eplb.loads.decoding import check_counts, check_map, damaged, phase_of_name, reading
+from evenroute.eplb.loads.source import LoadSource, LoadWindow, PlacementMap
 
 META = "meta_info.json"
 YAML_KEYS = {"num_slots", "initial_global_assignments", "layer_updates_per_iter"}
@@ -58,7 +50,7 @@ def read_statistics(folder: Path, errors: list[str] | None = None) -> LoadSource
     row_of_layer = {layer: row for row, layer in enumerate(layers)}
     expected = len(layers) * len(files)
 
-    def open_windows() -> Iterator[Window]:
+    def open_windows() -> Iterator[LoadWindow]:
         for iteration in iterations:
             total = np.zeros((len(layers), num_experts), dtype=np.int64)
             found = 0
@@ -68,7 +60,7 @@ def read_statistics(folder: Path, errors: list[str] | None = None) -> LoadSource
                         total[row_of_layer[layer]] += _counts(file, f"{iteration}_{layer}", num_experts)
                         found += 1
             tokens = int(total.sum()) // (top_k * len(layers))
-            yield Window(
+            yield LoadWindow(
                 total, first_step=iteration, last_step=iteration, tokens=tokens, complete=found == expected
             )
 
@@ -144,7 +136,7 @@ def _counts(file: SafetensorsFile, name: str, num_experts: int) -> NDArray[np.in
 
 
 def write_statistics(
-    folder: Path, windows: Iterator[Window], *, layer_ids: tuple[int, ...], top_k: int
+    folder: Path, windows: Iterator[LoadWindow], *, layer_ids: tuple[int, ...], top_k: int
 ) -> int:
     """Write windows as one rank's statistics (whole counts in `rank0.safetensors`); returns the windows written."""
     tensors: dict[str, NDArray[Any]] = {}
@@ -224,3 +216,48 @@ def load_balancer_yaml(
         lines.append(f"  {layer}: [{', '.join(map(str, row))}]")
     lines.append(f"layer_updates_per_iter: {layer_updates_per_iter}")
     return ("\n".join(lines) + "\n").encode()
+
+
+def write_loads(path: Path, source: LoadSource, top_k: int | None) -> int:
+    """A statistics folder; TensorRT-LLM lists MoE layers only, so layers without load are left out."""
+    known = source.top_k or top_k
+    if known is None:
+        raise ValueError("TensorRT-LLM's meta_info.json states the experts a token: give --top-k")
+    ids = source.layer_ids or tuple(range(source.num_layers))
+    busy = _busy_rows(source)
+    windows = (_take_rows(window, busy) for window in source.windows())
+    return write_statistics(path, windows, layer_ids=tuple(ids[row] for row in busy), top_k=known)
+
+
+def _busy_rows(source: LoadSource) -> list[int]:
+    """EngineRows with load: TensorRT-LLM lists MoE layers only."""
+    seen = np.zeros(source.num_layers, dtype=bool)
+    for window in source.windows():
+        seen |= window.counts.any(axis=1)
+    if not seen.any():
+        raise ValueError(f"{source.path}: no layer has load")
+    return [int(row) for row in np.flatnonzero(seen)]
+
+
+def _take_rows(window: LoadWindow, rows: list[int]) -> LoadWindow:
+    return LoadWindow(window.counts[rows], window.time, window.first_step, window.last_step, window.tokens)
+
+
+def _refuse_meta(path: Path, _: Any, __: Reading) -> LoadSource:
+    raise ValueError(f"{path}: TensorRT-LLM's {META}: give the folder that holds it")
+
+
+STATISTICS = Format(
+    "trtllm",
+    matches_folder=lambda names: META in names,
+    read_folder=lambda path, given: read_statistics(path, given.errors),
+    matches_object=lambda _, data: (
+        isinstance(data, dict) and {"num_experts", "num_experts_per_token"} <= set(data)
+    ),
+    from_object=_refuse_meta,
+    placement_bytes=lambda placement: load_balancer_yaml(placement.rows, tuple(placement.layer_ids)),
+    write_loads=write_loads,
+)
+LOAD_BALANCER = Format(
+    "trtllm yaml", matches=lambda file: file.suffix in (".yaml", ".yml"), read=one(read_load_balancer)
+)

@@ -6,25 +6,21 @@ vLLM-Ascend lists MoE layers from 0; an evenroute placement has whatever rows it
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb._io import shown
-from evenroute.eplb.dump.format import DumpHeader
-from evenroute.eplb.dump.writer import DumpWriter
-from evenroute.eplb.files.ascend import expert_map_json
-from evenroute.eplb.files.trtllm import load_balancer_yaml, write_statistics
-from evenroute.eplb.loads.source import LoadSource, PlacementMap, Window
-from evenroute.eplb.placement.file import save_placement, write_beside_and_rename
+from evenroute.eplb._io import write_beside_and_rename
+from evenroute.eplb.files.format import EngineRows, Format
+from evenroute.eplb.files.formats import FORMATS
+from evenroute.eplb.loads.source import LoadSource, PlacementMap
+from evenroute.eplb.placement.file import save_placement, update_placement_set
 from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.placement.set import update_placement_set
 
-TARGETS = ("evenroute", "sglang", "trtllm", "vllm-ascend")
+FORMAT_OF = {made.name: made for made in FORMATS if made.placement_bytes or made.write_loads}
+TARGETS = tuple(sorted(FORMAT_OF))
 
 
 @dataclass(frozen=True)
@@ -60,13 +56,13 @@ class ModelLayers:
 
 
 def place_rows(
-    known: PlacementMap, layers: ModelLayers, target: str, *, includes_dense: bool | None
+    known: PlacementMap, layers: ModelLayers, target: Format, *, includes_dense: bool | None
 ) -> tuple[NDArray[np.int32], list[int]]:
     """The rows a target wants, ``[L', P]``, and the model's index of each."""
     rows = known.physical_to_logical
     ids = layers.ids(len(rows), known.layer_ids, includes_dense=includes_dense)
     dense = layers.num_dense or 0
-    if target == "sglang":
+    if target.counts_dense:
         count = max(layers.num_hidden or 0, max(ids) + 1)
         plain = (np.arange(rows.shape[1]) % known.num_logical_experts).astype(np.int32)
         whole = np.tile(plain, (count, 1))  # dense layers: any valid row will do, nothing is routed there
@@ -87,23 +83,6 @@ def even_or_refuse(known: PlacementMap, target: str, drop_shares: bool) -> None:
         )
 
 
-def placement_content(
-    known: PlacementMap, target: str, layers: ModelLayers, *, ep_size: int | None, includes_dense: bool | None
-) -> bytes:
-    """The bytes of a placement file for an engine (not evenroute's own)."""
-    rows, ids = place_rows(known, layers, target, includes_dense=includes_dense)
-    if target == "sglang":
-        return json.dumps({"physical_to_logical_map": rows.tolist()}).encode()
-    if target == "trtllm":
-        return load_balancer_yaml(rows, tuple(ids))
-    ranks = ep_size or known.ep_size
-    if ranks is None:
-        raise ValueError("vllm-ascend lists slots by device: give --ep-size")
-    if rows.shape[1] % ranks:
-        raise ValueError(f"--ep-size {ranks} does not divide {rows.shape[1]} slots")
-    return expert_map_json(rows, ranks)
-
-
 def write_placement(
     path: Path,
     known: PlacementMap,
@@ -118,9 +97,10 @@ def write_placement(
 ) -> None:
     """Write a placement for ``target``, as a whole; ``key`` puts it into an evenroute placement set."""
     even_or_refuse(known, target, drop_shares)
-    if target != "evenroute":
-        content = placement_content(known, target, layers, ep_size=ep_size, includes_dense=includes_dense)
-        write_beside_and_rename(path, content)
+    write = FORMAT_OF[target].placement_bytes
+    if write is not None:
+        rows, ids = place_rows(known, layers, FORMAT_OF[target], includes_dense=includes_dense)
+        write_beside_and_rename(path, write(EngineRows(rows, ids, ep_size or known.ep_size)))
         return
     placement = own_placement(known, layers, ep_size, num_nodes, includes_dense)
     if key is None:
@@ -146,69 +126,7 @@ def write_loads(path: Path, source: LoadSource, target: str, *, top_k: int | Non
 
     evenroute: a dump. sglang: {"logical_count"} summed over windows, for `--init-expert-location`. trtllm: a folder.
     """
-    if target == "vllm-ascend":
-        raise ValueError("vllm-ascend reads placements, not loads: make one with `evenroute plan` first")
-    if target == "evenroute":
-        return _write_dump(path, source)
-    if target == "trtllm":
-        known = source.top_k or top_k
-        if known is None:
-            raise ValueError("TensorRT-LLM's meta_info.json states the experts a token: give --top-k")
-        ids = source.layer_ids or tuple(range(source.num_layers))
-        busy = _busy_rows(source)
-        kept = tuple(ids[row] for row in busy)
-        windows = (_take_rows(window, busy) for window in source.windows())
-        return write_statistics(path, windows, layer_ids=kept, top_k=known)
-    total, number = np.zeros(source.shape), 0
-    for window in source.windows():
-        total += window.counts
-        number += 1
-    rows: Any = (
-        total.astype(np.int64)
-        if total.max(initial=0) < 2**63 and np.array_equal(total, np.rint(total))
-        else total
-    )
-    if source.layer_ids is not None:  # SGLang counts all hidden layers
-        whole = np.zeros((max(source.layer_ids) + 1, total.shape[1]), dtype=rows.dtype)
-        whole[list(source.layer_ids)] = rows
-        rows = whole
-    write_beside_and_rename(path, json.dumps({"logical_count": rows.tolist()}).encode())
-    return number
-
-
-def _busy_rows(source: LoadSource) -> list[int]:
-    """Rows with load: TensorRT-LLM lists MoE layers only."""
-    seen = np.zeros(source.num_layers, dtype=bool)
-    for window in source.windows():
-        seen |= window.counts.any(axis=1)
-    if not seen.any():
-        raise ValueError(f"{source.path}: no layer has load")
-    return [int(row) for row in np.flatnonzero(seen)]
-
-
-def _take_rows(window: Window, rows: list[int]) -> Window:
-    return Window(window.counts[rows], window.time, window.first_step, window.last_step, window.tokens)
-
-
-def _write_dump(path: Path, source: LoadSource) -> int:
-    header = DumpHeader(
-        num_layers=source.num_layers,
-        num_logical_experts=source.num_logical_experts,
-        scope=source.scope,
-        rank=source.rank if source.scope == "rank" else None,
-        ep_size=source.ep_size,
-        num_nodes=source.num_nodes,
-        num_slots=source.num_slots,
-        num_groups=source.num_groups,
-        top_k=source.top_k,
-        model=source.model,
-        phase=source.phase,
-        layer_ids=None if source.layer_ids is None else list(source.layer_ids),
-        notes=[f"converted from {source.kind} {shown(source.path.name)}"],
-    )
-    with DumpWriter(path, header, replaces_left=True) as writer:
-        for event in source.placements:
-            writer.add_placement(event)
-        for window in source.windows():
-            writer.add_window(window)
-        return writer.num_windows
+    write = FORMAT_OF[target].write_loads
+    if write is None:
+        raise ValueError(f"{target} reads placements, not loads: make one with `evenroute plan` first")
+    return write(path, source, top_k)

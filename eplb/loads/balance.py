@@ -12,6 +12,8 @@ from evenroute.eplb._checks import as_integer, as_numbers, require_instance
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.shares import SHARE_TOTAL, count_replicas, divide_evenly
 
+Floats = NDArray[np.float64]
+
 
 def validate_loads(
     loads: ArrayLike, *, num_layers: int | None = None, num_logical_experts: int | None = None
@@ -42,30 +44,85 @@ def validate_loads(
     return array
 
 
+class RankLoadMap:
+    """Rank loads of many windows under one placement: the division over replicas is prepared once.
+
+    Calls take counts ``[L, E]`` and give float64 ``[L, R]``.
+    """
+
+    def __init__(
+        self,
+        physical_to_logical: NDArray[np.int32],
+        num_logical_experts: int,
+        ep_size: int,
+        shares: Any = None,
+    ) -> None:
+        rows = np.asarray(physical_to_logical, dtype=np.int64)
+        self.num_layers, self.num_slots = rows.shape
+        self.ep_size = ep_size
+        self._rows = rows
+        if shares is None:
+            layers = np.arange(self.num_layers)[:, None]
+            self._factor = 1.0 / count_replicas(rows, num_logical_experts)[layers, rows]
+        else:
+            self._factor = np.asarray(shares, dtype=np.float64) / SHARE_TOTAL
+
+    @classmethod
+    def of(cls, placement: Placement) -> RankLoadMap:
+        """The map of a checked placement; layers with exactly even shares divide evenly."""
+        made = cls(placement.physical_to_logical, placement.num_logical_experts, placement.topology.ep_size)
+        if placement.shares is not None:  # even means exactly even, not even to one 65535th
+            even = (placement.shares == divide_evenly(placement.physical_to_logical)).all(
+                axis=1, keepdims=True
+            )
+            made._factor = np.where(even, made._factor, placement.shares / SHARE_TOTAL)
+        return made
+
+    @classmethod
+    def with_factors(cls, placement: Placement, factors: Floats) -> RankLoadMap:
+        """A map in which slot p takes the part ``factors [L, P]`` of its expert's load."""
+        made = cls(placement.physical_to_logical, placement.num_logical_experts, placement.topology.ep_size)
+        made._factor = factors
+        return made
+
+    def slots(self, counts: NDArray[Any]) -> Floats:
+        """Loads of the slots, ``[L, P]``."""
+        return np.asarray(np.take_along_axis(counts, self._rows, axis=1) * self._factor, dtype=np.float64)
+
+    def __call__(self, counts: NDArray[Any]) -> Floats:
+        return np.asarray(
+            self.slots(counts)
+            .reshape(self.num_layers, self.ep_size, self.num_slots // self.ep_size)
+            .sum(axis=2)
+        )
+
+
+def quick_balancedness(rank_loads: Floats) -> tuple[float | None, float | None]:
+    """(mean over layers with load, total) of rank loads ``[L, R]``, without the checks: for long series."""
+    maxima = rank_loads.max(axis=1)
+    known = maxima > 0
+    if not known.any():
+        return None, None
+    means = rank_loads.mean(axis=1)
+    return float((means[known] / maxima[known]).mean()), float(means[known].sum() / maxima[known].sum())
+
+
 def slot_loads(loads: ArrayLike, placement: Placement) -> NDArray[np.float64]:
     """Load of every slot, ``[L, E] -> [L, P]``: an expert's load divided by its shares, or evenly."""
-    require_instance("placement", placement, Placement)
-    array = validate_loads(
-        loads, num_layers=placement.num_layers, num_logical_experts=placement.num_logical_experts
-    )
-    rows = placement.physical_to_logical
-    layers = np.arange(placement.num_layers)[:, None]
-    of_expert = array[layers, rows]
-    if placement.shares is None:
-        counts = count_replicas(rows, placement.num_logical_experts)
-        return np.asarray(of_expert / counts[layers, rows])
-    # Even means exactly even, not even to one 65535th.
-    even = (placement.shares == divide_evenly(rows)).all(axis=1, keepdims=True)
-    counts = count_replicas(rows, placement.num_logical_experts)
-    parts = np.where(even, 1.0 / counts[layers, rows], placement.shares / SHARE_TOTAL)
-    return np.asarray(of_expert * parts)
+    array = _of_placement(loads, placement)
+    return RankLoadMap.of(placement).slots(array)
 
 
 def rank_loads(loads: ArrayLike, placement: Placement) -> NDArray[np.float64]:
     """Load of every rank, ``[L, E] -> [L, R]``."""
-    slots = slot_loads(loads, placement)
-    return np.asarray(
-        slots.reshape(placement.num_layers, placement.topology.ep_size, placement.num_local_slots).sum(axis=2)
+    array = _of_placement(loads, placement)
+    return RankLoadMap.of(placement)(array)
+
+
+def _of_placement(loads: ArrayLike, placement: Placement) -> NDArray[np.float64]:
+    require_instance("placement", placement, Placement)
+    return validate_loads(
+        loads, num_layers=placement.num_layers, num_logical_experts=placement.num_logical_experts
     )
 
 

@@ -1,21 +1,31 @@
-"""The placement file: one JSON object, written beside and renamed."""
+"""Placement files: one placement, or several under keys in a set; JSON, written beside and renamed.
+
+A set holds several placements under keys (target and draft model, prefill and decode) and is updated by many writers:
+``{"format": "evenroute-placement-set", "format_version": 1, "placements": {key: <content of a placement file>}}``.
+An update reads, changes one key and replaces the file as a whole, under a lock file beside it: concurrent writers of
+different keys never lose each other's, a killed one leaves the old file. A single placement file reads as key "".
+"""
 
 from __future__ import annotations
 
-import os
-import tempfile
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from evenroute.eplb._checks import as_integer, as_path, describe, require_instance, require_text
-from evenroute.eplb._io import check_target, read_input
+from evenroute.eplb._checks import as_integer, as_path, require_instance, require_text
+from evenroute.eplb._io import read_input, write_beside_and_rename
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 
 FORMAT = "evenroute-placement"
 FORMAT_VERSION = 1
+SET_FORMAT = "evenroute-placement-set"
 
 
 class PlacementFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=False):
@@ -35,32 +45,6 @@ class PlacementFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Fa
     shares: list[list[int]] | msgspec.UnsetType | None = msgspec.UNSET
 
 
-def write_beside_and_rename(path: str | PathLike[str], data: bytes) -> None:
-    """Replace ``path`` by ``data`` as a whole, durably: a reader sees the old file or the new one.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: no path or no bytes, or a pipe, socket or device in the file's place.
-    """
-    target = as_path("path", path)
-    if not isinstance(data, bytes | bytearray | memoryview):
-        raise ValueError(f"data must be bytes, found {describe(data)}")
-    check_target(target)
-    handle, beside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(beside, 0o666 & ~umask)
-        os.replace(beside, target)
-    except BaseException:
-        os.unlink(beside)
-        raise
-
-
 def save_placement(
     path: str | PathLike[str],
     placement: Placement,
@@ -77,11 +61,17 @@ def save_placement(
         ValueError: names the argument that is of another kind, and what was found.
     """
     path = as_path("path", path)
+    content = _content(placement, model=model, phase=phase, epoch=epoch, version=version)
+    write_beside_and_rename(path, msgspec.json.encode(content) + b"\n")
+
+
+def _content(
+    placement: Placement, *, model: str = "", phase: str = "", epoch: int = 0, version: int = 0
+) -> PlacementFile:
     require_instance("placement", placement, Placement)
     require_text("model", model)
     require_text("phase", phase)
-    epoch, version = as_integer("epoch", epoch, 0), as_integer("version", version, 0)
-    content = PlacementFile(
+    return PlacementFile(
         format=FORMAT,
         format_version=FORMAT_VERSION,
         model=model,
@@ -89,13 +79,12 @@ def save_placement(
         num_logical_experts=placement.num_logical_experts,
         ep_size=placement.topology.ep_size,
         num_nodes=placement.topology.num_nodes,
-        epoch=epoch,
-        version=version,
+        epoch=as_integer("epoch", epoch, 0),
+        version=as_integer("version", version, 0),
         digests=placement.row_digests().tolist(),
         physical_to_logical_map=placement.physical_to_logical.tolist(),
         shares=msgspec.UNSET if placement.shares is None else placement.shares.tolist(),
     )
-    write_beside_and_rename(path, msgspec.json.encode(content) + b"\n")
 
 
 def load_placement(path: str | PathLike[str]) -> tuple[Placement, PlacementFile]:
@@ -111,16 +100,19 @@ def load_placement(path: str | PathLike[str]) -> tuple[Placement, PlacementFile]
         content = msgspec.json.decode(data, type=PlacementFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a placement file: {error}") from None
+    return _checked(content, str(path)), content
+
+
+def _checked(content: PlacementFile, where: str) -> Placement:
     if content.format != FORMAT or content.format_version != FORMAT_VERSION:
         raise ValueError(
-            f"{path}: format is {content.format!r} version {content.format_version}, "
+            f"{where}: format is {content.format!r} version {content.format_version}, "
             f"expected {FORMAT!r} version {FORMAT_VERSION}"
         )
     try:
-        placement = _placement_of(content)
+        return _placement_of(content)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return placement, content
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _placement_of(content: PlacementFile) -> Placement:
@@ -149,3 +141,63 @@ def _placement_of(content: PlacementFile) -> Placement:
         )
         raise ValueError(f"digests: layer {layer} does not match its row (file edited or damaged)")
     return placement
+
+
+class PlacementSetFile(msgspec.Struct, forbid_unknown_fields=True):
+    """Content of a set."""
+
+    format: str
+    format_version: int
+    placements: dict[str, PlacementFile]
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One updater at a time; the lock goes with the process that holds it, killed or not."""
+    with path.with_name(f".{path.name}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _decode(path: Path) -> dict[str, PlacementFile]:
+    data = read_input(path)
+    try:
+        probe = msgspec.json.decode(data)
+        if isinstance(probe, dict) and probe.get("format") == FORMAT:
+            return {"": load_placement(path)[1]}
+        content = msgspec.json.decode(data, type=PlacementSetFile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a placement set: {error}") from None
+    if content.format != SET_FORMAT or content.format_version != 1:
+        raise ValueError(
+            f"{path}: format is {content.format!r} version {content.format_version}, "
+            f"expected {SET_FORMAT!r} version 1"
+        )
+    return content.placements
+
+
+def load_placement_set(path: str | PathLike[str]) -> dict[str, tuple[Placement, PlacementFile]]:
+    """All placements of a set, or the one of a placement file under "".
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: one line that names the file, the key and what is wrong.
+    """
+    found = _decode(as_path("path", path))
+    return {key: (_checked(held, f"{path}: placement {key!r}"), held) for key, held in found.items()}
+
+
+def update_placement_set(path: str | PathLike[str], key: str, placement: Placement, **names: Any) -> None:
+    """Put ``placement`` under ``key``; other keys stay. ``names``: model, phase, epoch, version.
+
+    Raises:
+        ValueError: the file is there and is neither a set nor a single placement.
+    """
+    target = as_path("path", path)
+    require_text("key", key)
+    new = _content(placement, **names)
+    with _lock(target):
+        held = _decode(target) if target.exists() else {}
+        held[key] = new
+        content = PlacementSetFile(SET_FORMAT, 1, dict(sorted(held.items())))
+        write_beside_and_rename(target, msgspec.json.encode(content) + b"\n")

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from evenroute.eplb.loads.balance import balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology, check_plan_numbers, nearest_num_groups
+from evenroute.eplb.planner.counts import improve_even
 from evenroute.eplb.planner.kernels.align import align
 from evenroute.eplb.planner.kernels.pack import full_plan
 from evenroute.eplb.planner.layers import normalized, over_layers
@@ -71,6 +72,7 @@ def full_placement(
     num_groups: int = 1,
     hierarchical: bool = False,
     refine: bool = True,
+    search_counts: bool = True,
     num_threads: int | None = None,
 ) -> Placement:
     """Best placement found from scratch, laid over ``current`` so that little moves.
@@ -80,7 +82,8 @@ def full_placement(
     Args:
         loads: validated ``[L, E]``.
         hierarchical: whole groups stay on one node (``num_groups`` must be a multiple of the nodes).
-        refine: swap refinement after replicate-and-pack.
+        refine: the two-mode layout and swap refinement.
+        search_counts: further replica counts, and moves of replicas, where a layer is not good enough.
     """
     topology, num_experts = current.topology, current.num_logical_experts
     if hierarchical:
@@ -95,9 +98,17 @@ def full_placement(
     def plan(first: int, last: int) -> None:
         part = slice(first, last)
         full_plan(work[part], topology.ep_size, current.num_slots, groups, nodes, refine, new[part])
-        align(old[part], new[part], topology.ep_size, nodes, num_experts, nodes == 1)
+        if hierarchical or not refine or not search_counts:
+            align(old[part], new[part], topology.ep_size, nodes, num_experts, nodes == 1)
 
     over_layers(plan, len(busy), num_threads)
+    if search_counts and refine and not hierarchical:
+        improve_even(work, new, topology.ep_size, num_threads)
+
+        def lay(first: int, last: int) -> None:
+            align(old[first:last], new[first:last], topology.ep_size, 1, num_experts, True)
+
+        over_layers(lay, len(busy), num_threads)
     table = current.physical_to_logical.copy()
     table[busy] = new
     made = Placement(table, num_experts, topology)

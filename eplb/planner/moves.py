@@ -56,6 +56,11 @@ class MoveCost:
         speed = self.intra_node_bytes_per_second if num_nodes == 1 else self.inter_node_bytes_per_second
         return self.bytes_per_expert / speed / num_ranks
 
+    def price_per_slot(self, num_layers: int, topology: Topology) -> float:
+        """Balancedness of one of ``num_layers`` layers that a moved slot must bring to save what it costs."""
+        seconds = self.seconds_per_slot(topology.ep_size, topology.num_nodes)
+        return seconds * num_layers / (self.seconds_in_use * self.moe_time_fraction)
+
 
 @dataclass(frozen=True)
 class MoveLimits:
@@ -128,7 +133,7 @@ def _search(
     return paths
 
 
-class _RankCap:
+class RankCap:
     """Refuses points with which some rank would fetch more than ``most`` slots over all layers."""
 
     def __init__(
@@ -177,7 +182,7 @@ def _choose(
     hulls = Hulls.of(paths, values)
     fits = None
     if limits.max_moves_per_rank is not None:
-        fits = _RankCap(slots, paths, hulls, topology.ep_size, limits.max_moves_per_rank)
+        fits = RankCap(slots, paths, hulls, topology.ep_size, limits.max_moves_per_rank)
     points = choose_points(hulls, stop, fits)
     layers = np.arange(len(points))
     path, step = hulls.path[layers, points], hulls.step[layers, points]

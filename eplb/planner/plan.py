@@ -16,17 +16,20 @@ from evenroute.eplb.placement.topology import Topology, check_plan_numbers
 from evenroute.eplb.planner.auto import Candidate, best_candidate, score_of
 from evenroute.eplb.planner.backtest import backtest
 from evenroute.eplb.planner.full import check_hierarchical, full_placement, node_bound, spill_from_nodes
+from evenroute.eplb.planner.joint import Expected, full_joint_placement, joint_placement
 from evenroute.eplb.planner.layers import check_num_threads
 from evenroute.eplb.planner.locality import crossing_fraction, localize, validate_source_loads
+from evenroute.eplb.planner.memory import WindowMemory
 from evenroute.eplb.planner.moves import MoveCost, MoveLimits, moved_placement
 from evenroute.eplb.planner.robust import plan_windows
 from evenroute.eplb.planner.windows import COMBINATIONS, sampling_loss, validate_windows
 
 logger = logging.getLogger("evenroute.eplb.planner")
 
-POLICIES = ("global", "hierarchical", "incremental", "weighted", "shares", "stay", "auto")
+POLICIES = ("global", "hierarchical", "incremental", "weighted", "joint", "shares", "stay", "auto")
 WINDOW_CHOICES = (*COMBINATIONS, "auto")
 DEFAULT_MOVE_FRACTION = 0.02  # slots that `auto` may move from the placement in use
+MOST_JOINT_WINDOWS = 16
 NOISE_LIMIT = 0.01
 
 
@@ -157,6 +160,49 @@ def _auto(loads: NDArray[np.float64], request: _Request) -> tuple[Placement, str
     return winner.placement, winner.policy, reason
 
 
+def _joint(windows: NDArray[np.float64], request: _Request) -> Plan:
+    """One placement for all windows; figures are means over them."""
+    current, limits = request.current, request.limits
+    if len(windows) > MOST_JOINT_WINDOWS:
+        memory = WindowMemory(MOST_JOINT_WINDOWS)
+        for loads in windows:
+            if loads.any():
+                memory.remember(loads)
+        expected = Expected(*memory.forecast()) if memory.kinds else Expected(windows[:1], np.ones(1))
+    else:
+        expected = Expected(windows, np.full(len(windows), 1.0 / len(windows)))
+    before = expected.balancedness(current)
+    if request.at_start:
+        made = full_joint_placement(expected, current, num_threads=request.num_threads)
+    else:
+        busy = int(before.has_load.sum())
+        price = 0.0 if limits.cost is None else limits.cost.price_per_slot(busy, current.topology)
+        made = joint_placement(
+            expected,
+            current,
+            max_moves=current.physical_to_logical.size if limits.max_moves is None else limits.max_moves,
+            max_moves_per_rank=limits.max_moves_per_rank,
+            target=limits.target,
+            price=price,
+            num_threads=request.num_threads,
+        )
+    predicted, moves = expected.balancedness(made), current.moved_slots(made)
+    reason = (
+        f"joint: mean balancedness over {len(expected.weights)} windows {figure(before.mean)} -> "
+        f"{figure(predicted.mean)} with {int(moves.sum())} moved slots "
+        f"({int(moves.sum()) / max(1, made.physical_to_logical.size):.2%})"
+    )
+    notices = _target_notice(limits.target, predicted)
+    logger.info("%s%s", reason, "".join(f"; {notice}" for notice in notices))
+    return Plan(made, "joint", reason, before, predicted, moves, tuple(notices))
+
+
+def _target_notice(target: float | None, predicted: Balancedness) -> list[str]:
+    if target is None or predicted.mean is None or predicted.mean >= target:
+        return []
+    return [f"target {target} is not reached: {figure(predicted.mean)} is what these limits allow"]
+
+
 def plan_placement(
     loads: ArrayLike,
     *,
@@ -182,12 +228,14 @@ def plan_placement(
         num_groups: expert groups, for ``hierarchical``.
         current: placement in use; None means ``Placement.initial`` and a start, where moving is free.
         policy: ``global`` and ``hierarchical`` plan from scratch; ``incremental`` (even shares) and
-            ``weighted`` (exact shares) make few moves; ``shares`` moves nothing; ``stay`` changes nothing;
-            ``auto`` scores them.
-        target, max_moves, max_moves_per_rank, cost: limits of ``incremental``, ``weighted`` and ``auto``.
+            ``weighted`` (exact shares) make few moves; ``joint`` does so for all windows at once, or plans from
+            scratch where ``current`` is None; ``shares`` moves nothing; ``stay`` changes nothing; ``auto`` scores
+            all but ``joint``.
+        target, max_moves, max_moves_per_rank, cost: limits of ``incremental``, ``weighted``, ``joint`` and ``auto``.
         spill: part of slots that may leave their group's node in a ``hierarchical`` plan.
         share_gain: dead band of shares, in balancedness of a layer.
-        windows: how several windows are put together; ``auto`` takes what did best on them (``backtest``).
+        windows: how several windows are put together; ``auto`` takes what did best on them (``backtest``). ``joint``
+            keeps them apart; beyond 16 those that are most alike become one.
         source_loads: ``[R, L, E]`` loads by source rank; full plans then keep tokens on their node where
             that costs no balance.
 
@@ -223,6 +271,8 @@ def plan_placement(
         sources = validate_source_loads(source_loads, topology, num_layers, num_experts)
     limits = MoveLimits(target, max_moves, max_moves_per_rank, cost)
     request = _Request(in_use, at_start, num_groups, limits, spill, share_gain, sources, num_threads)
+    if policy == "joint":
+        return _joint(array, request)
     notices: list[str] = []
     how = windows
     if windows == "auto":
@@ -255,8 +305,8 @@ def plan_placement(
         )
     if won == "hierarchical":
         notices.append(_hierarchy_notice(planned_for, placement, request))
-    if target is not None and predicted.mean is not None and predicted.mean < target and won != "stay":
-        notices.append(f"target {target} is not reached: {figure(predicted.mean)} is what these limits allow")
+    if won != "stay":
+        notices += _target_notice(target, predicted)
     notices += _noise_notice(array, how, topology, num_slots)
     logger.info("%s%s", reason, "".join(f"; {notice}" for notice in notices))
     return Plan(placement, won, reason, before, predicted, moves, tuple(notices))

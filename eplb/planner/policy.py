@@ -1,56 +1,81 @@
-"""When to plan, and how much: shares often, a few moves when they pay, a full plan only at the start."""
+"""When to plan, and how much: shares often, a few moves when they pay, a full plan only at the start or on request."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenroute.eplb._checks import as_integer, describe, is_number, require_bool, require_instance
-from evenroute.eplb.loads.balance import placement_balancedness, validate_loads
+from evenroute.eplb.loads.balance import Balancedness, validate_loads
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.cost import TimeCosts
+from evenroute.eplb.planner.full import check_hierarchical
+from evenroute.eplb.planner.joint import (
+    Expected,
+    full_joint_placement,
+    joint_placement,
+    joint_shares_placement,
+    node_bars,
+)
 from evenroute.eplb.planner.layers import check_num_threads
-from evenroute.eplb.planner.moves import MoveCost
-from evenroute.eplb.planner.plan import Plan, plan_placement
+from evenroute.eplb.planner.memory import MAX_KINDS, WindowMemory
+from evenroute.eplb.planner.plan import Plan
 from evenroute.eplb.planner.windows import frequencies, sampling_loss
 
-LEAST_WEIGHT = 0.02  # of a new window, however steady the loads are
+BUDGET_WINDOWS = 20  # over any that many windows in a row the mean of moved slots keeps to max_move_fraction
 
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """Dead bands and budgets; balancedness is a mean over layers.
+    """Dead bands, budgets and prices; balancedness is a mean over layers, expected for the next window.
 
     Attributes:
         share_gain: new shares only where a layer gains that much ...
         share_mean_gain: ... and only if all layers together gain that much.
-        move_gain: moves only for that much more than shares alone give, on top of what noise can feign.
-        target: moves stop there.
-        max_move_fraction: part of all slots that one plan may move.
-        cost: moves must also gain more time than they cost.
+        target: moves stop where shares alone are expected to reach it.
+        max_move_fraction: part of all slots that may move a window, on average over 20 windows.
+        move_burst: budgets of so many windows may be spent at once, after a change of traffic.
+        move_price: balancedness that moving all slots of a layer must bring; moves must also pay in time.
+        noise_band: moves must gain this part of what sampling noise costs the loads they are planned from.
+        costs: what a moved slot and imbalance cost in time.
+        life_seconds: how long a plan is expected to serve.
         uneven_shares: False where the dispatch cannot honour shares: moves then balance even ones.
+        hierarchical, num_groups: groups of experts stay on one node.
+        max_kinds: kinds of traffic that are remembered.
     """
 
-    share_gain: float = 0.005
-    share_mean_gain: float = 0.001
-    move_gain: float = 0.003
-    target: float = 0.995
+    share_gain: float = 0.0005
+    share_mean_gain: float = 0.0005
+    target: float = 0.998
     max_move_fraction: float = 0.02
-    cost: MoveCost | None = None
+    move_burst: int = 4
+    move_price: float = 0.03
+    noise_band: float = 0.5
+    costs: TimeCosts = field(default_factory=TimeCosts)
+    life_seconds: float = 300.0
     uneven_shares: bool = True
+    hierarchical: bool = False
+    num_groups: int = 1
+    max_kinds: int = MAX_KINDS
 
     def __post_init__(self) -> None:
-        for name in ("share_gain", "share_mean_gain", "move_gain", "max_move_fraction"):
+        for name in ("share_gain", "share_mean_gain", "max_move_fraction", "move_price", "noise_band"):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value <= 1:
                 raise ValueError(f"{name}={describe(value)}, expected a number in [0, 1]")
         if not is_number(self.target) or not 0 < self.target <= 1:
             raise ValueError(f"target={describe(self.target)}, expected a number in (0, 1]")
-        require_bool("uneven_shares", self.uneven_shares)
-        if self.cost is not None:
-            require_instance("cost", self.cost, MoveCost)
+        if not is_number(self.life_seconds) or not self.life_seconds > 0:
+            raise ValueError(f"life_seconds={describe(self.life_seconds)}, expected a finite number > 0")
+        for name, most in (("move_burst", BUDGET_WINDOWS), ("num_groups", None), ("max_kinds", 64)):
+            object.__setattr__(self, name, as_integer(name, getattr(self, name), 1, most))
+        for name in ("uneven_shares", "hierarchical"):
+            require_bool(name, getattr(self, name))
+        require_instance("costs", self.costs, TimeCosts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,11 +87,29 @@ class Decision:
     plan: Plan | None
 
 
+@dataclass(frozen=True, eq=False)
+class Question:
+    """All that a decision depends on besides the placement: what a process without memory is sent.
+
+    Attributes:
+        expected: remembered windows and their weights.
+        max_moves: slots that may move now.
+        noise: balancedness that sampling noise costs a plan from these windows.
+        full: plan from scratch.
+    """
+
+    expected: Expected
+    max_moves: int
+    noise: float
+    full: bool
+
+
 class RebalancePolicy:
     """Decides window by window. Deterministic: the same windows and placements give the same decisions.
 
-    Loads are smoothed as far as they are steady: a window that differs from the past by no more than sampling
-    explains is averaged with it, one that differs more counts for more (a scalar Kalman filter).
+    Its state is a bounded memory of windows (`WindowMemory`), what is left of the move budget, and whether a full plan
+    is wanted; `remember` rebuilds it from past windows. ``decide`` is ``observe``, then ``answer`` (which has no state
+    and may run in another process), then ``settle``.
     """
 
     def __init__(
@@ -84,8 +127,8 @@ class RebalancePolicy:
         self.settings = PolicySettings() if settings is None else settings
         require_instance("settings", self.settings, PolicySettings)
         self.num_threads = num_threads
-        self._smoothed: NDArray[np.float64] | None = None
-        self._windows = 0
+        self.memory = WindowMemory(self.settings.max_kinds)
+        self._credit: float = self.settings.move_burst
         self._full_wanted = True
 
     def request_full_plan(self) -> None:
@@ -96,35 +139,12 @@ class RebalancePolicy:
         """The placement in use was planned before: no full plan at the first window."""
         self._full_wanted = False
 
-    def _observe(self, counts: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Fold a window into the smoothed loads ``[L, E]``, in counts of the assignments they are worth."""
-        share = frequencies(counts)
-        busy = np.asarray(counts.any(axis=1))
-        counted = float(counts.sum(axis=1)[busy].mean())
-        self._windows += 1
-        if self._smoothed is None:
-            self._smoothed, weight = share, 1.0
-        else:
-            weight = max(self._surprise(counts, share), 1.0 / self._windows, LEAST_WEIGHT)
-            old = self._smoothed.any(axis=1, keepdims=True)
-            mixed = np.where(old, (1 - weight) * self._smoothed + weight * share, share)
-            self._smoothed = np.where(busy[:, None], mixed, self._smoothed)
-        return np.asarray(self._smoothed * (counted / weight))
-
-    def _surprise(self, counts: NDArray[np.float64], share: NDArray[np.float64]) -> float:
-        """Weight of the new window: the part of its squared difference that sampling does not explain.
-
-        Counts are Poisson, so the difference squared over the expectation is 1 on average if nothing changed;
-        if it is D, the filter's gain is 1 - 1 / D.
-        """
-        assert self._smoothed is not None
-        total = counts.sum(axis=1, keepdims=True)
-        expected = self._smoothed * total
-        known = expected > 1.0
-        if not known.any():
-            return 1.0
-        difference = (share * total - expected)[known] ** 2 / expected[known]
-        return float(max(0.0, 1.0 - 1.0 / max(float(difference.mean()), 1.0)))
+    def remember(self, windows: Iterable[ArrayLike]) -> None:
+        """Take past windows ``[L, E]``, oldest first, into memory without deciding; after a restart."""
+        for counts in windows:
+            window = validate_loads(counts)
+            if window.any():
+                self.memory.remember(window)
 
     def decide(self, counts: ArrayLike, placement: Placement) -> Decision:
         """Decide after a window.
@@ -136,60 +156,157 @@ class RebalancePolicy:
         Raises:
             ValueError: counts that do not fit the placement, or bad ones.
         """
+        question = self.observe(counts, placement)
+        if question is None:
+            return Decision("stay", "the window holds no load", None)
+        decision = answer(question, placement, self.settings, num_threads=self.num_threads)
+        self.settle(decision)
+        return decision
+
+    def observe(self, counts: ArrayLike, placement: Placement) -> Question | None:
+        """Remember a window; what to decide now, or None if it holds no load. Arguments as of `decide`."""
         require_instance("placement", placement, Placement)
         window = validate_loads(
             counts, num_layers=placement.num_layers, num_logical_experts=placement.num_logical_experts
         )
         if not window.any():
-            return Decision("stay", "the window holds no load", None)
-        loads = self._observe(window)
-        if self._full_wanted:
-            return self._full(loads, placement)
-        settings = self.settings
-        before = placement_balancedness(loads, placement).mean or 0.0
-        busy = loads.any(axis=1)
-        noise = float(sampling_loss(loads, self.topology, self.num_slots)[busy].mean())
-        shares = self._plan(loads, placement, "shares" if settings.uneven_shares else "stay")
-        with_shares = shares.predicted.mean or 0.0
-        wanted = settings.move_gain + noise
-        if with_shares < settings.target - wanted:
-            moved = self._plan(loads, placement, "weighted" if settings.uneven_shares else "incremental")
-            after, moves = moved.predicted.mean or 0.0, int(moved.moves.sum())
-            if moves and after - with_shares >= wanted:
-                reason = (
-                    f"moves: {moves} slots raise balancedness {before:.4f} -> {after:.4f}, "
-                    f"{after - with_shares:.4f} more than shares alone (needed {wanted:.4f}, noise {noise:.4f})"
-                )
-                return Decision("moves", reason, moved)
-        if with_shares >= before + settings.share_mean_gain:
-            reason = f"shares: balancedness {before:.4f} -> {with_shares:.4f}, nothing moves"
-            return Decision("shares", reason, shares)
-        reason = (
-            f"stay: balancedness {before:.4f}; shares gain {with_shares - before:.4f} (needed "
-            f"{settings.share_mean_gain}), moves less than {wanted:.4f} (noise {noise:.4f})"
-        )
-        return Decision("stay", reason, None)
+            return None
+        self.memory.remember(window)
+        windows, weights = self.memory.forecast()
+        slots = placement.physical_to_logical.size
+        max_moves = int(self._credit * self.settings.max_move_fraction * slots)
+        noise = _noise(windows, weights, self.topology, self.num_slots)
+        return Question(Expected(windows, weights), max_moves, noise, self._full_wanted)
 
-    def _full(self, loads: NDArray[np.float64], placement: Placement) -> Decision:
-        self._full_wanted = False
-        plan = self._plan(loads, placement, "global")
+    def settle(self, decision: Decision) -> None:
+        """Take a decision's moves off the budget, which then grows by a window's part."""
+        settings = self.settings
+        if decision.action == "full" or self._full_wanted:
+            self._full_wanted = False
+        elif decision.action == "moves" and decision.plan is not None:
+            whole = decision.plan.placement.physical_to_logical.size * settings.max_move_fraction
+            self._credit -= float(decision.plan.moves.sum()) / whole
+        growth = 1 - settings.move_burst / BUDGET_WINDOWS
+        self._credit = min(float(settings.move_burst), self._credit + growth)
+
+
+def answer(
+    question: Question, placement: Placement, settings: PolicySettings, *, num_threads: int | None = None
+) -> Decision:
+    """The decision for a question; no state, so it may be asked in another process.
+
+    Raises:
+        ValueError: ``hierarchical`` with groups that do not fit the nodes.
+    """
+    expected, even = question.expected, not settings.uneven_shares
+    if settings.hierarchical:
+        check_hierarchical(
+            placement.num_logical_experts, placement.num_slots, settings.num_groups, placement.topology
+        )
+    before = expected.balancedness(placement)
+    if question.full:
+        made = full_joint_placement(
+            expected,
+            placement,
+            even=even,
+            num_groups=settings.num_groups,
+            hierarchical=settings.hierarchical,
+            num_threads=num_threads,
+        )
+        plan = _plan("full", made, placement, before, expected)
         if not int(plan.moves.sum()):
-            return Decision("stay", f"stay: no full plan is better; {plan.reason}", None)
-        return Decision("full", f"full plan (start or request): {plan.reason}", plan)
-
-    def _plan(self, loads: NDArray[np.float64], placement: Placement, policy: str) -> Plan:
-        settings = self.settings
-        few = policy in ("weighted", "incremental")
-        budget = int(settings.max_move_fraction * placement.physical_to_logical.size)
-        return plan_placement(
-            loads,
-            topology=self.topology,
-            num_slots=self.num_slots,
-            current=placement,
-            policy=policy,
-            target=settings.target if few and settings.cost is None else None,
-            max_moves=budget if few else None,
-            cost=settings.cost if few else None,
-            share_gain=settings.share_gain,
-            num_threads=self.num_threads,
+            return Decision("stay", "stay: no full plan is better than the placement in use", None)
+        reason = f"full plan (start or request): {_rise(before, plan.predicted)}, {int(plan.moves.sum())} slots move"
+        return Decision("full", reason, _with_reason(plan, reason))
+    shared = (
+        placement
+        if even
+        else joint_shares_placement(
+            expected, placement, share_gain=settings.share_gain, num_threads=num_threads
         )
+    )
+    shares = _plan("shares", shared, placement, before, expected)
+    wanted = settings.noise_band * question.noise
+    if question.max_moves > 0 and (shares.predicted.mean or 1.0) + wanted < settings.target:
+        moved = _moves(question, placement, before, settings, num_threads)
+        decision = _worth(moved, shares, wanted, settings)
+        if decision is not None:
+            return decision
+    gain = (shares.predicted.mean or 0.0) - (before.mean or 0.0)
+    if gain >= settings.share_mean_gain and gain > 0:
+        reason = f"shares: {_rise(before, shares.predicted)}, nothing moves"
+        return Decision("shares", reason, _with_reason(shares, reason))
+    reason = (
+        f"stay: expected balancedness {_text(before.mean)}; shares gain {gain:.4f} (needed "
+        f"{settings.share_mean_gain}), moves less than {wanted:.4f} or than they cost"
+    )
+    return Decision("stay", reason, None)
+
+
+def _moves(
+    question: Question,
+    placement: Placement,
+    before: Balancedness,
+    settings: PolicySettings,
+    num_threads: int | None,
+) -> Plan:
+    busy = int(before.has_load.sum())
+    price = settings.costs.price_per_slot(settings.life_seconds, busy, placement.topology.ep_size)
+    made = joint_placement(
+        question.expected,
+        placement,
+        max_moves=question.max_moves,
+        price=max(price, settings.move_price / placement.num_slots),
+        even=not settings.uneven_shares,
+        barred=node_bars(placement, settings.num_groups) if settings.hierarchical else None,
+        num_threads=num_threads,
+    )
+    return _plan("joint", made, placement, before, question.expected)
+
+
+def _worth(moved: Plan, shares: Plan, wanted: float, settings: PolicySettings) -> Decision | None:
+    """The decision to move, if that gains enough beyond shares alone and more time than it costs."""
+    count = int(moved.moves.sum())
+    with_moves, with_shares = moved.predicted.mean or 0.0, shares.predicted.mean or 0.0
+    cost = settings.costs.moving(count, moved.placement.topology.ep_size)
+    saved = settings.costs.saved(
+        settings.life_seconds, shares.predicted.total or 1.0, moved.predicted.total or 1.0
+    )
+    if not count or with_moves - with_shares < wanted or saved <= cost:
+        return None
+    reason = (
+        f"moves: {count} slots raise expected balancedness {_text(moved.before.mean)} -> {with_moves:.4f} "
+        f"(shares alone {with_shares:.4f}); they cost {cost:.3g} s and save {saved:.3g} s in "
+        f"{settings.life_seconds:g} s ({settings.costs.source} figures)"
+    )
+    return Decision("moves", reason, _with_reason(moved, reason))
+
+
+def _plan(
+    policy: str, made: Placement, placement: Placement, before: Balancedness, expected: Expected
+) -> Plan:
+    return Plan(made, policy, "", before, expected.balancedness(made), placement.moved_slots(made))
+
+
+def _with_reason(plan: Plan, reason: str) -> Plan:
+    return Plan(plan.placement, plan.policy, reason, plan.before, plan.predicted, plan.moves)
+
+
+def _text(value: float | None) -> str:
+    return "no data" if value is None else f"{value:.4f}"
+
+
+def _rise(before: Balancedness, after: Balancedness) -> str:
+    return f"expected balancedness {_text(before.mean)} -> {_text(after.mean)}"
+
+
+def _noise(
+    windows: NDArray[np.float64], weights: NDArray[np.float64], topology: Topology, num_slots: int
+) -> float:
+    """Balancedness that sampling costs a plan for these windows: as a window of their effective count loses."""
+    counted = np.array([float(loads.sum(axis=1)[loads.any(axis=1)].mean()) for loads in windows])
+    effective = 1.0 / float((weights**2 / counted).sum())
+    mixed = np.asarray(np.einsum("k,kle->le", weights, frequencies(windows)))
+    busy = mixed.any(axis=1)
+    scaled = mixed[busy] / mixed[busy].sum(axis=1, keepdims=True)
+    return float(sampling_loss(scaled * effective, topology, num_slots).mean())

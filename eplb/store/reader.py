@@ -1,110 +1,43 @@
-"""Read-only side of the history store (see `evenroute.eplb.store.writer`, which re-exports all of this)."""
+"""Read-only side of the history store (see `evenroute.eplb.store.writer`)."""
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Real
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb._checks import (
-    as_integer,
-    as_path,
-    describe,
-    is_number,
-    require_bool,
-    require_instance,
-    require_text,
-)
-from evenroute.eplb._io import open_input
-from evenroute.eplb.placement.placement import PlacementRow as LayerRow
+from evenroute.eplb.placement.placement import PlacementRow
+from evenroute.eplb.store.connection import check_format, check_length, connect
 from evenroute.eplb.store.schema import (
-    APPLICATION_ID,
-    FORMAT_VERSION,
     EpochRow,
     EventRow,
     JobRow,
-    PlacementRow,
+    PublishedPlacement,
     RankState,
-    RankWindow,
+    RankWindowRow,
     StoreError,
     WindowRow,
     counts_from_blob,
     placement_from_blobs,
 )
 
-MAX_TIMEOUT_S = 86400.0 * 365
-
-
-def connect(path: Path, *, read_only: bool, timeout_s: float) -> sqlite3.Connection:
-    """Open the file in autocommit mode; StoreError when that is impossible, ValueError for no path or no time."""
-    path = as_path("path", path)
-    if not is_number(timeout_s) or not 0 <= timeout_s <= MAX_TIMEOUT_S:
-        raise ValueError(f"timeout_s must be in [0, {MAX_TIMEOUT_S}], found {describe(timeout_s)}")
-    uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
-    try:
-        return sqlite3.connect(
-            uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False
-        )
-    except sqlite3.Error as error:
-        raise StoreError(f"store {path}: cannot be opened: {error}") from error
-
-
-def check_format(connection: sqlite3.Connection, path: Path) -> None:
-    """StoreError unless the file is a whole store of this format."""
-    require_instance("connection", connection, sqlite3.Connection)
-    application = connection.execute("PRAGMA application_id").fetchone()[0]
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if application != APPLICATION_ID:
-        raise StoreError(f"store {path}: not an evenroute store (application_id {application})")
-    if version != FORMAT_VERSION:
-        raise StoreError(f"store {path}: format version {version} found, expected {FORMAT_VERSION}")
-
-
-def _check_length(path: Path) -> None:
-    """StoreError when the file is shorter than its header says; a log beside it may hold the rest."""
-    log = Path(f"{path}-wal")
-    if log.exists() and log.stat().st_size:
-        return
-    with open_input(path) as file:
-        header = file.read(32)
-    page_size = int.from_bytes(header[16:18], "big")
-    expected = int.from_bytes(header[28:32], "big") * (65536 if page_size == 1 else page_size)
-    if len(header) < 32 or path.stat().st_size < expected:
-        raise StoreError(
-            f"store {path}: truncated or damaged: {path.stat().st_size} bytes of {expected or 'any'}"
-        )
-
-
-def _integer_or_none(name: str, value: int | None) -> int | None:
-    return None if value is None else as_integer(name, value)
-
-
-def _time_or(name: str, value: float | None, default: float) -> float:
-    """A time in seconds since 1970, or the default; ValueError for anything but a number."""
-    if value is None:
-        return default
-    if not isinstance(value, Real) or isinstance(value, bool) or value != value:
-        raise ValueError(f"{name} must be a number of seconds, found {describe(value)}")
-    return float(value) if -1e300 < value < 1e300 else -1e300 if value < 0 else 1e300
-
 
 class StoreReader:
     """Read-only view of a store, also while a rebalancer writes to it.
 
-    Raises FileNotFoundError for an absent file and StoreError for one that is no store, or damaged; ValueError for an
-    argument of another kind, here and in its methods.
+    Raises FileNotFoundError for an absent file and StoreError for one that is no store, or damaged.
     """
 
     def __init__(self, path: str | Path, *, timeout_s: float = 5.0) -> None:
-        self.path = as_path("path", path)
+        self.path = Path(path)
         if not self.path.exists():
             raise FileNotFoundError(f"store {self.path}: no such file")
-        _check_length(self.path)
+        check_length(self.path)
         self._connection = connect(self.path, read_only=True, timeout_s=timeout_s)
         try:
             with self._errors():
@@ -137,7 +70,6 @@ class StoreReader:
 
     def job(self, run: int | None = None) -> JobRow | None:
         """The shape of a run, or of the newest one; None when there is none."""
-        run = _integer_or_none("run", run)
         jobs = self.jobs()
         return jobs.get(run) if run is not None else next(reversed(jobs.values()), None)
 
@@ -148,10 +80,7 @@ class StoreReader:
 
     def windows(self, start: float | None = None, end: float | None = None) -> Iterator[WindowRow]:
         """Fleet-wide windows with start <= time < end (seconds since 1970), by time; one at a time in memory."""
-        bounds = (_time_or("start", start, -1e300), _time_or("end", end, 1e300))
-        return self._windows(bounds)
-
-    def _windows(self, bounds: tuple[float, float]) -> Iterator[WindowRow]:
+        bounds = (-math.inf if start is None else start, math.inf if end is None else end)
         jobs = self.jobs()
         query = (
             "SELECT run, time, epoch, first_step, last_step, tokens, rank_steps, num_rank_windows, num_sources, "
@@ -169,11 +98,8 @@ class StoreReader:
         except KeyError:
             raise StoreError(f"store: a window of unknown run {run}: damaged") from None
 
-    def rank_windows(self, run: int | None = None) -> Iterator[RankWindow]:
+    def rank_windows(self, run: int | None = None) -> Iterator[RankWindowRow]:
         """Per-rank detail (recorded on request only), by run, rank and seq."""
-        return self._rank_windows(_integer_or_none("run", run))
-
-    def _rank_windows(self, run: int | None) -> Iterator[RankWindow]:
         jobs = self.jobs()
         query = (
             "SELECT run, rank, seq, first_step, last_step, tokens, counts FROM rank_windows "
@@ -182,15 +108,12 @@ class StoreReader:
         for *head, blob in self._rows(query, (run,)):
             job = self._job_of(jobs, head[0])
             counts = counts_from_blob(blob, job.num_layers, job.num_logical_experts)  # type: ignore[arg-type]
-            yield RankWindow(*head, counts=counts)  # type: ignore[arg-type, misc]
+            yield RankWindowRow(*head, counts=counts)  # type: ignore[arg-type, misc]
 
     def recorded(
         self, *, run: int, start: float, end: float | None, rank: int | None, offset: int, limit: int
     ) -> list[WindowRow]:
         """Windows of `run` stored from `start` to `end`, fleet-wide or of one rank, by step: a page of them."""
-        run, rank = as_integer("run", run), _integer_or_none("rank", rank)
-        offset, limit = as_integer("offset", offset, 0), as_integer("limit", limit)
-        start, end = _time_or("start", start, -1e300), _time_or("end", end, 1e300)
         job = self._job_of(self.jobs(), run)
         if rank is None:
             query = (
@@ -205,7 +128,7 @@ class StoreReader:
                 "ORDER BY seq LIMIT ?5 OFFSET ?6"
             )
         found = []
-        bounds = (run, start, end, rank, limit, offset)
+        bounds = (run, start, math.inf if end is None else end, rank, limit, offset)
         for *head, crc, blob in self._rows(query, bounds):
             counts = counts_from_blob(blob, job.num_layers, job.num_logical_experts, crc=crc)  # type: ignore[arg-type]
             found.append(WindowRow(*head, counts=counts))  # type: ignore[arg-type, misc]
@@ -217,15 +140,10 @@ class StoreReader:
             "SELECT run, rank, last_seq, missing, first_step, last_step, num_windows, tokens, time FROM rank_state "
             "WHERE ?1 IS NULL OR run = ?1 ORDER BY run, rank"
         )
-        run = _integer_or_none("run", run)
         return [RankState(*row) for row in self._rows(query, (run,))]  # type: ignore[arg-type]
 
-    def placements(self, *, newest_first: bool = False) -> Iterator[PlacementRow]:
+    def placements(self, *, newest_first: bool = False) -> Iterator[PublishedPlacement]:
         """Published placements in the order of their keys."""
-        require_bool("newest_first", newest_first)
-        return self._placements(newest_first)
-
-    def _placements(self, newest_first: bool) -> Iterator[PlacementRow]:
         order = "DESC" if newest_first else "ASC"
         query = (
             "SELECT time, epoch, version, digest, num_layers, num_logical_experts, ep_size, num_nodes, "
@@ -245,28 +163,28 @@ class StoreReader:
                 num_nodes=nodes,  # type: ignore[arg-type]
             )
             moved = np.frombuffer(moves, dtype="<i8").astype(np.int64)  # type: ignore[call-overload]
-            yield PlacementRow(time, epoch, version, placement, before, predicted, moved, policy, reason)  # type: ignore[arg-type]
+            about = (placement, before, predicted, moved, policy, reason)
+            yield PublishedPlacement(time, epoch, version, *about)  # type: ignore[arg-type]
 
-    def row(self, digest: int) -> LayerRow | None:
+    def row(self, digest: int) -> PlacementRow | None:
         """The layer's row kept under `digest`; None when unknown."""
-        digest = as_integer("digest", digest)
         for slots, shares in self._rows(
             "SELECT slots, shares FROM placement_rows WHERE digest = ?", (digest,)
         ):
             kept = np.frombuffer(slots, dtype="<i4").astype(np.int32)  # type: ignore[call-overload]
             if shares is None:
-                return LayerRow(kept, None)
-            return LayerRow(kept, np.frombuffer(shares, dtype="<u2").astype(np.uint16))  # type: ignore[call-overload]
+                return PlacementRow(kept, None)
+            return PlacementRow(kept, np.frombuffer(shares, dtype="<u2").astype(np.uint16))  # type: ignore[call-overload]
         return None
 
-    def newest_placement(self) -> PlacementRow | None:
+    def newest_placement(self) -> PublishedPlacement | None:
         """The placement with the highest key; None when none was published."""
         return next(self.placements(newest_first=True), None)
 
     def events(self, *, last: int | None = None) -> list[EventRow]:
         """Events, oldest first; only the last so many if `last` is given."""
         query = "SELECT time, epoch, kind, text FROM events ORDER BY id DESC LIMIT ?"
-        last = -1 if last is None else as_integer("last", last)
+        last = -1 if last is None else last
         rows = list(self._rows(query, (last,)))
         return [EventRow(*row) for row in reversed(rows)]  # type: ignore[arg-type]
 
@@ -274,7 +192,6 @@ class StoreReader:
         """Tokens and counts int64 [L, E] over all windows (of one run); (0, None) when there are none.
 
         Without `run` all runs of the store must have one shape."""
-        run = _integer_or_none("run", run)
         tokens, total = 0, None
         for window in self.windows():
             if run is None or window.run == run:
@@ -284,13 +201,12 @@ class StoreReader:
 
     def setting(self, name: str) -> str | None:
         """A value the rebalancer keeps over its restarts (recording on or off, for one)."""
-        require_text("name", name)
         for (value,) in self._rows("SELECT value FROM settings WHERE name = ?", (name,)):
             return str(value)
         return None
 
     def close(self) -> None:
-        """Close the file; harmless when repeated."""
+        """Close the file; may be called again."""
         self._connection.close()
 
     def __enter__(self) -> StoreReader:

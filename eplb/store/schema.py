@@ -14,6 +14,8 @@ from evenroute.eplb.placement.topology import Topology
 
 APPLICATION_ID = 0x45565254  # "EVRT"
 FORMAT_VERSION = 1
+LARGEST_TOTAL = 2**62
+"""Sums of counts, tokens and steps stop here instead of overflowing (only false numbers come so far)."""
 
 SCHEMA = """
 -- One row per run (life of the job): the shape of its windows.
@@ -113,7 +115,7 @@ class EpochRow:
 
 
 @dataclass(frozen=True)
-class RankWindow:
+class RankWindowRow:
     """One sealed window of one rank, as received: counts int64 [L, E] of steps first_step..last_step."""
 
     run: int
@@ -167,7 +169,7 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class PlacementRow:
+class PublishedPlacement:
     """A published placement; `moves` int64 [L] slots moved; balancedness None where nothing was known."""
 
     time: float

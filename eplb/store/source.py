@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from evenroute.eplb.loads.source import LoadSource, PlacementEvent, Window, damaged
+from evenroute.eplb.loads.decoding import damaged
+from evenroute.eplb.loads.source import LoadSource, LoadWindow, PlacementEvent
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.eplb.store.schema import IN_USE_EVENT, JobRow, PlacementRow, decode_in_use
+from evenroute.eplb.store.schema import IN_USE_EVENT, JobRow, PublishedPlacement, decode_in_use
 from evenroute.eplb.store.writer import StoreError, StoreReader
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
@@ -50,13 +51,13 @@ def read_store(path: Path) -> LoadSource:
     except StoreError as error:
         raise _named(path, error) from None
 
-    def open_windows() -> Iterator[Window]:
+    def open_windows() -> Iterator[LoadWindow]:
         try:
             with StoreReader(path) as again:
                 for row in again.windows():
                     if row.run not in runs:
                         continue
-                    yield Window(
+                    yield LoadWindow(
                         row.counts,
                         time=row.time,
                         first_step=row.first_step,
@@ -86,7 +87,7 @@ def read_store(path: Path) -> LoadSource:
     )
 
 
-def _published(row: PlacementRow) -> PlacementEvent:
+def _published(row: PublishedPlacement) -> PlacementEvent:
     return PlacementEvent(
         placement=row.placement,
         time=row.time,
@@ -103,7 +104,7 @@ def _published(row: PlacementRow) -> PlacementEvent:
 def _used(
     reader: StoreReader, runs: set[int], job: JobRow, published: list[PlacementEvent]
 ) -> list[PlacementEvent]:
-    """What the ranks routed with, from when on, by what they told; empty for a store of before this was kept."""
+    """What the ranks routed with, from when on, by their statuses; empty for a store written before this was kept."""
     of_key = {(event.epoch, event.version): event for event in published}
     found: list[PlacementEvent] = []
     for event in reader.events():
@@ -115,14 +116,14 @@ def _used(
         if len(known) != job.num_layers:
             continue
         placement = Placement.from_rows(known, job.num_logical_experts, Topology(job.ep_size, job.num_nodes))
-        told = of_key.get(key)
-        if told is None:
+        version = of_key.get(key)
+        if version is None:
             reason = (
                 "the job's start placement" if key == (0, 0) and not found else "layers of several versions"
             )
             found.append(PlacementEvent(placement, event.time, epoch=key[0], version=key[1], reason=reason))
         else:
-            found.append(replace(told, placement=placement, time=event.time))
+            found.append(replace(version, placement=placement, time=event.time))
     return found
 
 

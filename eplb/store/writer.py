@@ -1,38 +1,32 @@
 """The rebalancer's history store: one SQLite file in WAL mode.
 
-Safe at kill -9 (a transaction is whole or absent) and readable while written. Every write checks inside its own
-transaction that the writer's epoch is still the store's last, so a frozen rebalancer that wakes up after another
-took over cannot write. `synchronous=NORMAL`: a power cut may take the last commits, never the file.
+Safe at kill -9 (a transaction is whole or absent) and readable while written.
 """
 
 from __future__ import annotations
 
 import math
-import socket
 import sqlite3
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.store.checkpoint import Checkpointer
-from evenroute.eplb.store.reader import StoreReader, check_format, connect
+from evenroute.eplb.placement.placement import Placement, PlacementRow
+from evenroute.eplb.store.epochs import EpochStore
+from evenroute.eplb.store.reader import StoreReader
 from evenroute.eplb.store.schema import (
-    APPLICATION_ID,
-    FORMAT_VERSION,
-    SCHEMA,
+    LARGEST_TOTAL,
     EpochRow,
     EventRow,
     JobRow,
-    PlacementRow,
+    PublishedPlacement,
     RankState,
-    RankWindow,
+    RankWindowRow,
     StaleEpochError,
     StoreError,
     WindowRow,
@@ -45,9 +39,9 @@ __all__ = [
     "EventRow",
     "HistoryStore",
     "JobRow",
-    "PlacementRow",
+    "PublishedPlacement",
     "RankState",
-    "RankWindow",
+    "RankWindowRow",
     "Receipt",
     "StaleEpochError",
     "StoreError",
@@ -66,101 +60,23 @@ _LAST_SEQS = (
 class Receipt:
     """What became of one received window: stored now or known already, and how many before it never came."""
 
-    window: RankWindow
+    window: RankWindowRow
     stored: bool
     missing_before: int
 
 
-class HistoryStore(StoreReader):
-    """The writer. One at a time holds it (the rebalancer locks the file); the epoch check is the second fence.
-
-    Raises StoreError when the file cannot be made, opened or written, StaleEpochError from any write once another
-    epoch has been registered.
-    """
+class HistoryStore(EpochStore):
+    """The writer: windows, placements and their rows (see `EpochStore` for what it raises)."""
 
     def __init__(
         self, path: str | Path, *, timeout_s: float = 5.0, background_checkpoint: bool = False
     ) -> None:
-        self.path = Path(path)
-        self._checkpointer: Checkpointer | None = None
-        self._connection = connect(self.path, read_only=False, timeout_s=timeout_s)
         self._open_rows: OrderedDict[tuple[int, int], NDArray[np.int64]] = OrderedDict()
         self._jobs: dict[int, JobRow] = {}
-        try:
-            with self._write_errors():
-                if not self._connection.execute("PRAGMA schema_version").fetchone()[0]:
-                    self._create()
-                check_format(self._connection, self.path)
-                self._connection.execute("PRAGMA journal_mode = WAL")
-                self._connection.execute("PRAGMA synchronous = NORMAL")
-                if background_checkpoint:
-                    # Only a log of 100 MB, which the thread has not kept up with, is moved by the writer itself.
-                    self._connection.execute("PRAGMA wal_autocheckpoint = 25000")
-                    self._checkpointer = Checkpointer(self.path)
-        except StoreError:
-            self._connection.close()
-            raise
+        super().__init__(path, timeout_s=timeout_s, background_checkpoint=background_checkpoint)
 
-    def log_file(self) -> tuple[int, int] | None:
-        """Device and inode of the write-ahead log, which holds what is not moved into the file yet; None without one.
-
-        SQLite keeps one as long as the store is open."""
-        try:
-            found = Path(f"{self.path.resolve()}-wal").stat()
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino
-
-    def close(self) -> None:
-        """Close the file; harmless when repeated."""
-        if self._checkpointer is not None:
-            self._checkpointer.close()
-            self._checkpointer = None
-        super().close()
-
-    def _create(self) -> None:
-        self._connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        self._connection.executescript(
-            f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA application_id = {APPLICATION_ID};"
-            f"PRAGMA user_version = {FORMAT_VERSION}; COMMIT;"
-        )
-
-    @contextmanager
-    def _write_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise StoreError(f"store {self.path}: cannot be written: {error}") from error
-
-    @contextmanager
-    def _transaction(self, epoch: int | None) -> Iterator[sqlite3.Connection]:
-        with self._write_errors():
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                if epoch is not None and epoch != (last := self.last_epoch()):
-                    raise StaleEpochError(
-                        f"store {self.path}: epoch {last} has taken over from epoch {epoch}"
-                    )
-                yield self._connection
-                self._connection.execute("COMMIT")
-            except BaseException:
-                self._open_rows.clear()
-                with suppress(sqlite3.Error):
-                    self._connection.execute("ROLLBACK")
-                raise
-
-    def last_epoch(self) -> int:
-        """The highest epoch that was ever registered; 0 in a new store."""
-        return int(self._connection.execute("SELECT coalesce(max(epoch), 0) FROM epochs").fetchone()[0])
-
-    def begin_epoch(self, epoch: int, *, pid: int, now: float) -> None:
-        """Register a life of the rebalancer; ValueError unless it is above all earlier ones."""
-        with self._transaction(None) as connection:
-            if epoch <= (last := self.last_epoch()):
-                raise ValueError(f"epoch: {epoch} found, expected above the store's last, {last}")
-            connection.execute(
-                "INSERT INTO epochs VALUES (?, ?, ?, ?)", (epoch, now, pid, socket.gethostname())
-            )
+    def _rolled_back(self) -> None:
+        self._open_rows.clear()
 
     def set_job(self, run: int, job: JobRow, *, epoch: int | None, now: float) -> None:
         """Note the shape of a run before its first window; ValueError when the run has another shape already."""
@@ -180,7 +96,7 @@ class HistoryStore(StoreReader):
 
     def add_windows(
         self,
-        windows: Sequence[RankWindow],
+        windows: Sequence[RankWindowRow],
         *,
         epoch: int,
         now: float,
@@ -192,7 +108,7 @@ class HistoryStore(StoreReader):
         duplicates included.
         """
         receipts: list[Receipt] = []
-        touched: dict[tuple[int, int], list[RankWindow]] = {}
+        touched: dict[tuple[int, int], list[RankWindowRow]] = {}
         with self._transaction(epoch) as connection:
             last_seq = self._last_seqs(windows)
             for window in windows:
@@ -223,18 +139,15 @@ class HistoryStore(StoreReader):
                 self._add_to_row(connection, run, last_step, added, epoch, now)
         return receipts
 
-    def _last_seqs(self, windows: Sequence[RankWindow]) -> dict[tuple[int, int], int]:
+    def _last_seqs(self, windows: Sequence[RankWindowRow]) -> dict[tuple[int, int], int]:
         """Last stored sequence number of each (run, rank) in `windows`, those without one left out."""
         found: dict[tuple[int, int], int] = {}
         for run in {window.run for window in windows}:
             ranks = list({window.rank for window in windows if window.run == run})
             for start in range(0, len(ranks), _RANKS_A_QUERY):
                 some = ranks[start : start + _RANKS_A_QUERY]
-                values = (
-                    run,
-                    *some,
-                    *[-1] * (_RANKS_A_QUERY - len(some)),
-                )  # one text: one prepared statement
+                # Always as many values: one text, one prepared statement.
+                values = (run, *some, *[-1] * (_RANKS_A_QUERY - len(some)))
                 rows = self._connection.execute(_LAST_SEQS, values)
                 found.update({(run, rank): int(last) for rank, last in rows})
         return found
@@ -244,7 +157,7 @@ class HistoryStore(StoreReader):
         connection.executemany(
             "INSERT INTO rank_state VALUES (?1, ?2, ?3, ?4, ?5, ?6, 1, ?7, ?8) ON CONFLICT (run, rank) DO UPDATE SET "
             "last_seq = ?3, missing = missing + ?4, last_step = ?6, num_windows = num_windows + 1, "
-            "tokens = tokens + ?7, time = ?8",
+            f"tokens = min(tokens + ?7, {LARGEST_TOTAL}), time = ?8",
             (
                 (w.run, w.rank, w.seq, receipt.missing_before, w.first_step, w.last_step, w.tokens, now)
                 for receipt in receipts
@@ -258,7 +171,7 @@ class HistoryStore(StoreReader):
         connection: sqlite3.Connection,
         run: int,
         last_step: int,
-        added: list[RankWindow],
+        added: list[RankWindowRow],
         epoch: int,
         now: float,
     ) -> None:
@@ -272,12 +185,13 @@ class HistoryStore(StoreReader):
             shape = (job.num_layers, job.num_logical_experts)
             total = np.zeros(shape, np.int64) if stored is None else counts_from_blob(stored[0], *shape)
         for window in added:
-            total += window.counts
+            total = np.minimum(total + window.counts, LARGEST_TOTAL)
         blob = counts_to_blob(total)
         connection.execute(
             "INSERT INTO windows VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, 0, ?10, ?11) "
             "ON CONFLICT (run, last_step) DO UPDATE SET first_step = min(first_step, ?3), time = ?4, epoch = ?5, "
-            "tokens = tokens + ?6, rank_steps = rank_steps + ?7, num_rank_windows = num_rank_windows + ?8, "
+            f"tokens = min(tokens + ?6, {LARGEST_TOTAL}), rank_steps = min(rank_steps + ?7, {LARGEST_TOTAL}), "
+            "num_rank_windows = num_rank_windows + ?8, "
             "num_sources = ?9, counts = ?10, crc = ?11",
             (
                 run,
@@ -312,7 +226,8 @@ class HistoryStore(StoreReader):
     ) -> None:
         """Persist a placement and its rows; to be called before it is sent to anyone."""
         with self._transaction(epoch) as connection:
-            self._keep_rows(connection, placement)
+            rows = (placement.row(layer) for layer in range(placement.num_layers))
+            self._keep_rows(connection, zip(placement.row_digests().tolist(), rows, strict=True))
             topology = placement.topology
             connection.execute(
                 "INSERT INTO placements VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -336,49 +251,30 @@ class HistoryStore(StoreReader):
             )
 
     @staticmethod
-    def _keep_rows(connection: sqlite3.Connection, placement: Placement) -> None:
-        digests = placement.row_digests()
-        for layer in range(placement.num_layers):
-            row = placement.row(layer)
-            shares = None if row.shares is None else row.shares.astype("<u2").tobytes()
-            connection.execute(
-                "INSERT OR IGNORE INTO placement_rows VALUES (?, ?, ?)",
-                (int(digests[layer]), row.slots.astype("<i4").tobytes(), shares),
-            )
+    def _keep_rows(connection: sqlite3.Connection, rows: Iterable[tuple[int, PlacementRow]]) -> None:
+        connection.executemany(
+            "INSERT OR IGNORE INTO placement_rows VALUES (?, ?, ?)",
+            (
+                (
+                    digest,
+                    row.slots.astype("<i4").tobytes(),
+                    None if row.shares is None else row.shares.astype("<u2").tobytes(),
+                )
+                for digest, row in rows
+            ),
+        )
 
     def keep_row(
         self, digest: int, slots: NDArray[np.int32], shares: NDArray[np.uint16] | None, *, epoch: int | None
     ) -> None:
         """Keep one layer's row (slots [P], shares [P] or None) under its digest; known digests are left alone."""
         with self._transaction(epoch) as connection:
-            connection.execute(
-                "INSERT OR IGNORE INTO placement_rows VALUES (?, ?, ?)",
-                (
-                    digest,
-                    slots.astype("<i4").tobytes(),
-                    None if shares is None else shares.astype("<u2").tobytes(),
-                ),
-            )
+            self._keep_rows(connection, [(digest, PlacementRow(slots, shares))])
 
     def find_row(self, digest: int) -> tuple[NDArray[np.int32], NDArray[np.uint16] | None] | None:
         """The row kept under `digest`: slots [P] int32 and shares [P] uint16 or None; None when unknown."""
-        for slots, shares in self._rows(
-            "SELECT slots, shares FROM placement_rows WHERE digest = ?", (digest,)
-        ):
-            kept = np.frombuffer(slots, dtype="<i4").astype(np.int32)  # type: ignore[call-overload]
-            return kept, None if shares is None else np.frombuffer(shares, dtype="<u2").astype(np.uint16)  # type: ignore[call-overload]
-        return None
-
-    def add_event(self, kind: str, text: str, *, epoch: int | None, now: float) -> None:
-        """Note something for the operator."""
-        with self._transaction(epoch) as connection:
-            values = (now, self.last_epoch() if epoch is None else epoch, kind, text)
-            connection.execute("INSERT INTO events (time, epoch, kind, text) VALUES (?, ?, ?, ?)", values)
-
-    def set_setting(self, name: str, value: str, *, epoch: int | None) -> None:
-        """Keep a value over restarts."""
-        with self._transaction(epoch) as connection:
-            connection.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", (name, value))
+        row = self.row(digest)
+        return None if row is None else (row.slots, row.shares)
 
     def clear_rank_windows(self, *, epoch: int | None, before: float = math.inf) -> None:
         """Drop the per-rank detail of an earlier recording: what was stored before the time `before`."""
@@ -430,7 +326,7 @@ class HistoryStore(StoreReader):
             first_step, time, epoch = min(first_step, row[0]), max(time, row[1]), max(epoch, row[2])
             tokens, rank_steps, rank_windows = tokens + row[3], rank_steps + row[4], rank_windows + row[5]
             sources, rolled = max(sources, row[6]), rolled + max(row[7], 1)
-            total += counts_from_blob(row[8], *shape)
+            total = np.minimum(total + counts_from_blob(row[8], *shape), LARGEST_TOTAL)
             connection.execute("DELETE FROM windows WHERE run = ? AND last_step = ?", (run, step))
             self._open_rows.pop((run, step), None)
         blob = counts_to_blob(total)
@@ -442,8 +338,8 @@ class HistoryStore(StoreReader):
                 first_step,
                 time,
                 epoch,
-                tokens,
-                rank_steps,
+                min(tokens, LARGEST_TOTAL),
+                min(rank_steps, LARGEST_TOTAL),
                 rank_windows,
                 sources,
                 rolled,

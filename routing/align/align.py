@@ -13,63 +13,15 @@ A grouped GEMM reads the result block by block: `sorted_ids[b * block : (b + 1) 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from evenroute.eplb._checks import describe, require_choice, require_int
-from evenroute.routing.settings.checks import ID_DTYPES, require_device, require_output, require_tensor
+from evenroute.eplb._checks import require_choice
+from evenroute.routing.align.plan import AlignBuffers, check_buffers, check_sizes, launch_align
+from evenroute.routing.settings.checks import ID_DTYPES, require_output, require_tensor
 
 INVALID = ("sentinel", "drop")
 BACKENDS = ("auto", "reference", "triton", "interpret")
-
-_MAX_NUMEL = 1 << 30
-_MAX_BUCKETS = 1 << 16
-
-
-def align_capacity(numel: int, block_size: int, num_experts: int) -> int:
-    """Length of `sorted_ids`: the most that any ids can need, rounded up to 4 (16-byte stores)."""
-    if numel < num_experts + 1:
-        capacity = numel * block_size
-    else:
-        capacity = numel + (num_experts + 1) * (block_size - 1)
-    return (capacity + 3) // 4 * 4
-
-
-@dataclass(frozen=True, eq=False)
-class AlignBuffers:
-    """Outputs and scratch of one shape: allocate once, pass as `out`, and no call allocates (CUDA graphs).
-
-    sorted_ids [align_capacity] int32, expert_ids [ceil(capacity / block_size)] int32,
-    num_tokens_post_padded [1] int32, scratch int32 (empty for small batches)
-    """
-
-    sorted_ids: Tensor
-    expert_ids: Tensor
-    num_tokens_post_padded: Tensor
-    scratch: Tensor
-
-    @classmethod
-    def allocate(
-        cls, numel: int, block_size: int, num_experts: int, *, device: torch.device | str
-    ) -> AlignBuffers:
-        """Buffers for `numel` = T * K ids; contents are undefined until a call fills them.
-
-        Raises ValueError for numbers out of range, or where there is no such device.
-        """
-        from evenroute.routing.align.plan import plan_align
-
-        require_int("numel", numel, 0, _MAX_NUMEL)
-        _check_sizes(numel, block_size, num_experts)
-        device = require_device("device", device)
-        capacity = align_capacity(numel, block_size, num_experts)
-        scratch = plan_align(numel, num_experts).scratch_words(num_experts)
-
-        def words(length: int) -> Tensor:
-            return torch.empty(length, dtype=torch.int32, device=device)
-
-        return cls(words(capacity), words(-(-capacity // block_size)), words(1), words(scratch))
 
 
 def moe_align_block_size(
@@ -112,7 +64,7 @@ def moe_align_block_size(
     numel = ids.numel()
     if out is None:
         out = AlignBuffers.allocate(numel, block_size, num_experts, device=ids.device)
-    flat = ids.reshape(-1)
+    flat = ids.reshape(-1).contiguous()  # a reshaped view can have a stride, which the kernels do not take
     if backend == "auto":
         backend = "triton" if ids.is_cuda else "reference"
     if backend == "reference" or numel == 0:
@@ -127,8 +79,6 @@ def moe_align_block_size(
             out=out,
         )
     else:
-        from evenroute.routing.align.plan import launch_align
-
         launch_align(
             flat,
             block_size,
@@ -185,15 +135,6 @@ def moe_align_block_size_torch(
     return out.sorted_ids, out.expert_ids, out.num_tokens_post_padded
 
 
-def _check_sizes(numel: int, block_size: int, num_experts: int) -> None:
-    require_int("block_size", block_size, 1)
-    require_int("num_experts", num_experts, 1, _MAX_BUCKETS - 1)
-    if max(numel, align_capacity(numel, block_size, num_experts)) > _MAX_NUMEL:
-        raise ValueError(
-            f"ids: {numel} ids in blocks of {block_size} need more than {_MAX_NUMEL} places (int32 indices)"
-        )
-
-
 def _check_arguments(
     ids: Tensor,
     block_size: int,
@@ -207,7 +148,7 @@ def _check_arguments(
     require_tensor("ids", ids, dtypes=ID_DTYPES)
     require_choice("invalid", invalid, INVALID)
     numel, device = ids.numel(), ids.device
-    _check_sizes(numel, block_size, num_experts)
+    check_sizes(numel, block_size, num_experts)
     for name, tensor, length in (
         ("slot_histogram", slot_histogram, num_experts),
         ("cumsum", cumsum, num_experts + 2),
@@ -216,21 +157,4 @@ def _check_arguments(
         if tensor is not None:
             require_output(name, tensor, (length,), torch.int32, device)
     if out is not None:
-        _check_buffers(out, numel, block_size, num_experts, device)
-
-
-def _check_buffers(
-    out: AlignBuffers, numel: int, block_size: int, num_experts: int, device: torch.device
-) -> None:
-    from evenroute.routing.align.plan import plan_align
-
-    if not isinstance(out, AlignBuffers):
-        raise ValueError(f"out must be an AlignBuffers, found {describe(out)}")
-    capacity = align_capacity(numel, block_size, num_experts)
-    wanted = {"sorted_ids": capacity, "expert_ids": -(-capacity // block_size), "num_tokens_post_padded": 1}
-    for name, length in wanted.items():
-        require_output(f"out.{name}", getattr(out, name), (length,), torch.int32, device)
-    needed = plan_align(numel, num_experts).scratch_words(num_experts)
-    if not isinstance(out.scratch, Tensor) or out.scratch.numel() < needed:
-        raise ValueError(f"out.scratch must hold {needed} int32, found {describe(out.scratch)}")
-    require_output("out.scratch", out.scratch, (out.scratch.numel(),), torch.int32, device)
+        check_buffers(out, numel, block_size, num_experts, device)

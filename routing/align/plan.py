@@ -1,14 +1,14 @@
-"""Which alignment kernels run at which size, and their launch."""
+"""Which alignment kernels run at which size, their buffers, and their launch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from evenroute.routing.align.align import AlignBuffers
+from evenroute.eplb._checks import describe, require_int
+from evenroute.routing.settings.checks import require_device, require_output
 
 ONCE_LIMIT = 4096
 """Ids that one launch takes."""
@@ -16,6 +16,8 @@ ONCE_BINS = 1 << 13
 """Bins that its shared memory holds."""
 _MIDDLE_CHUNK_FROM = 1 << 15
 _LARGE_CHUNK_FROM = 1 << 18
+_MAX_NUMEL = 1 << 30
+_MAX_BUCKETS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,74 @@ def plan_align(numel: int, num_experts: int) -> AlignPlan:
         return AlignPlan("once", own=4 if num_experts < 512 else 8, warps=4 if numel <= 512 else 8)
     chunk = 256 if numel < _MIDDLE_CHUNK_FROM else 512 if numel < _LARGE_CHUNK_FROM else 2048
     return AlignPlan("chunks", chunk, -(-numel // chunk), warps=4 if chunk <= 512 else 8)
+
+
+def align_capacity(numel: int, block_size: int, num_experts: int) -> int:
+    """Length of `sorted_ids`: the most that any ids can need, rounded up to 4 (16-byte stores)."""
+    if numel < num_experts + 1:
+        capacity = numel * block_size
+    else:
+        capacity = numel + (num_experts + 1) * (block_size - 1)
+    return (capacity + 3) // 4 * 4
+
+
+@dataclass(frozen=True, eq=False)
+class AlignBuffers:
+    """Outputs and scratch of one shape: allocate once, pass as `out`, and no call allocates (CUDA graphs).
+
+    sorted_ids [align_capacity] int32, expert_ids [ceil(capacity / block_size)] int32,
+    num_tokens_post_padded [1] int32, scratch int32 (empty for small batches)
+    """
+
+    sorted_ids: Tensor
+    expert_ids: Tensor
+    num_tokens_post_padded: Tensor
+    scratch: Tensor
+
+    @classmethod
+    def allocate(
+        cls, numel: int, block_size: int, num_experts: int, *, device: torch.device | str
+    ) -> AlignBuffers:
+        """Buffers for `numel` = T * K ids; contents are undefined until a call fills them.
+
+        Raises ValueError for numbers out of range, or where there is no such device.
+        """
+        require_int("numel", numel, 0, _MAX_NUMEL)
+        check_sizes(numel, block_size, num_experts)
+        device = require_device("device", device)
+        capacity = align_capacity(numel, block_size, num_experts)
+        scratch = plan_align(numel, num_experts).scratch_words(num_experts)
+
+        def words(length: int) -> Tensor:
+            return torch.empty(length, dtype=torch.int32, device=device)
+
+        return cls(words(capacity), words(-(-capacity // block_size)), words(1), words(scratch))
+
+
+def check_sizes(numel: int, block_size: int, num_experts: int) -> None:
+    """ValueError unless the numbers are in range and every place fits an int32."""
+    require_int("block_size", block_size, 1)
+    require_int("num_experts", num_experts, 1, _MAX_BUCKETS - 1)
+    if max(numel, align_capacity(numel, block_size, num_experts)) > _MAX_NUMEL:
+        raise ValueError(
+            f"ids: {numel} ids in blocks of {block_size} need more than {_MAX_NUMEL} places (int32 indices)"
+        )
+
+
+def check_buffers(
+    out: AlignBuffers, numel: int, block_size: int, num_experts: int, device: torch.device
+) -> None:
+    """ValueError unless `out` has the lengths that `AlignBuffers.allocate` gives."""
+    if not isinstance(out, AlignBuffers):
+        raise ValueError(f"out must be an AlignBuffers, found {describe(out)}")
+    capacity = align_capacity(numel, block_size, num_experts)
+    wanted = {"sorted_ids": capacity, "expert_ids": -(-capacity // block_size), "num_tokens_post_padded": 1}
+    for name, length in wanted.items():
+        require_output(f"out.{name}", getattr(out, name), (length,), torch.int32, device)
+    needed = plan_align(numel, num_experts).scratch_words(num_experts)
+    if not isinstance(out.scratch, Tensor) or out.scratch.numel() < needed:
+        raise ValueError(f"out.scratch must hold {needed} int32, found {describe(out.scratch)}")
+    require_output("out.scratch", out.scratch, (out.scratch.numel(),), torch.int32, device)
 
 
 @dataclass(frozen=True)

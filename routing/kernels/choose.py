@@ -28,50 +28,34 @@ from evenroute.routing.kernels.rows import (
     payload_of,
     split4,
 )
+from evenroute.routing.kernels.wide import choose_in_order, choose_wide
 
 FARTHEST = tl.constexpr(1 << 20)
 
 
 @triton.jit
-def choose_again(
-    logit_row,
-    bias_row,
-    marked_ptr,
-    marked,
-    payload_ptr,
-    exists,
-    largest,
-    denominator,
-    kept,
-    lane,
-    K: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SHAPE: tl.constexpr,
-    FORM: tl.constexpr,
-    SCORE: tl.constexpr,
-):
+def choose_again(row, kept, PLAN: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.constexpr):
     """K rounds over whole rows, held in registers: exact for every input, and slow.
 
     Places rise with ids; a place is its lane's first one and a constant of the register that holds it.
     """
-    ROWS: tl.constexpr = SHAPE[1]
-    STEP: tl.constexpr = 128 if FORM[3] == 0 else 4
-    first = lane * (4 if FORM[3] == 0 else FORM[0])
+    lane = row.lane
+    CHUNKS: tl.constexpr = LAYOUT.chunks
+    STEP: tl.constexpr = 128 if LAYOUT.group_pad == 0 else 4
+    first = lane * (4 if LAYOUT.group_pad == 0 else LAYOUT.per_lane)
     inner = tl.arange(0, 4)[None, None, :]
     images = ()
     for chunk in tl.static_range(CHUNKS):
-        image = chunk_images(
-            logit_row, bias_row, marked_ptr, marked, chunk, exists, largest, denominator, SHAPE, FORM, SCORE
-        )
+        image = chunk_images(row, chunk, LAYOUT, SCORE)
         images = images + (tl.where(kept[:, :, None], image, EXCLUDED),)
-    best_key = tl.full([32, ROWS], EXCLUDED, tl.int32)
-    best_place = tl.full([32, ROWS], 0, tl.int32)
-    for k in range(K):
+    best_key = tl.full([32, LAYOUT.rows], EXCLUDED, tl.int32)
+    best_place = tl.full([32, LAYOUT.rows], 0, tl.int32)
+    for k in range(PLAN.top_k):
         most = images[0]
         for chunk in tl.static_range(1, CHUNKS):
             most = tl.maximum(most, images[chunk])
         top = tl.max(tl.max(most, axis=2), axis=0, keep_dims=True)
-        within = tl.full(SHAPE, FARTHEST, tl.int32)
+        within = tl.full([32, LAYOUT.rows, 4], FARTHEST, tl.int32)
         for i in tl.static_range(CHUNKS):
             within = tl.where(
                 images[CHUNKS - 1 - i] == top[:, :, None], (CHUNKS - 1 - i) * STEP + inner, within
@@ -84,191 +68,66 @@ def choose_again(
         images = rest
         best_key = tl.where(lane == k, top, best_key)
         best_place = tl.where(lane == k, place, best_place)
-    expert = tl.minimum(expert_at(best_place, FORM), FORM[1] - 1)
-    return best_key, payload_of(payload_ptr, expert, lane < K, SCORE[5])
+    expert = tl.minimum(expert_at(best_place, LAYOUT), LAYOUT.experts - 1)
+    return best_key, payload_of(row.payloads, expert, lane < PLAN.top_k, SCORE)
 
 
 @triton.jit
-def choose_by_lists(
-    logit_row,
-    bias_row,
-    marked_ptr,
-    marked,
-    payload_ptr,
-    exists,
-    largest,
-    denominator,
-    lane,
-    ready,
-    K: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    EARLY: tl.constexpr,
-    TG: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
-    TOP2: tl.constexpr,
-    SHAPE: tl.constexpr,
-    FORM: tl.constexpr,
-    SCORE: tl.constexpr,
-):
+def choose_by_lists(row, PLAN: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.constexpr):
     """(image, payload) [32, ROWS]: lane k holds the k-th best pair of its row; and which rows' lists ran out."""
-    ROWS: tl.constexpr = SHAPE[1]
-    loaded = early_loads(logit_row, bias_row, marked_ptr, marked, exists, CHUNKS, EARLY, SHAPE, FORM, SCORE)
+    lane = row.lane
+    loaded = early_loads(row, PLAN.early, LAYOUT, SCORE)
     payloads = ()
-    if EARLY:
-        for chunk in tl.static_range(CHUNKS):
-            payloads = payloads + (chunk_payloads(payload_ptr, chunk, SHAPE, FORM, SCORE),)
+    if PLAN.early:
+        for chunk in tl.static_range(tl.constexpr(LAYOUT.chunks)):
+            payloads = payloads + (chunk_payloads(row, chunk, LAYOUT, SCORE),)
     keys = ()
     pays = ()
-    for chunk in tl.static_range(CHUNKS):
-        image = gated_images(
-            loaded, logit_row, bias_row, marked_ptr, marked, chunk, exists, ready, largest, denominator,
-            EARLY, SHAPE, FORM, SCORE,
-        )  # fmt: skip
-        if EARLY:
-            new_pays = split4(payloads[chunk], ROWS)
+    for chunk in tl.static_range(tl.constexpr(LAYOUT.chunks)):
+        image = gated_images(row, loaded, chunk, LAYOUT, SCORE)
+        if PLAN.early:
+            new_pays = split4(payloads[chunk], LAYOUT.rows)
         else:
-            new_pays = split4(chunk_payloads(payload_ptr, chunk, SHAPE, FORM, SCORE), ROWS)
-        new_keys, new_pays = sort4(split4(image, ROWS), new_pays)
+            new_pays = split4(chunk_payloads(row, chunk, LAYOUT, SCORE), LAYOUT.rows)
+        new_keys, new_pays = sort4(split4(image, LAYOUT.rows), new_pays)
         if chunk == 0:
             keys = new_keys
             pays = new_pays
-        elif len(keys) == 4 and DEPTH >= 8:
+        elif len(keys) == 4 and PLAN.depth >= 8:
             keys, pays = merge_halves(keys, pays, new_keys, new_pays)
         else:
-            keys, pays = merge(keys, pays, new_keys, new_pays, DEPTH)
-    COMPLETE: tl.constexpr = len(keys) >= CHUNKS * 4 or len(keys) >= K
+            keys, pays = merge(keys, pays, new_keys, new_pays, PLAN.depth)
+    COMPLETE: tl.constexpr = len(keys) >= LAYOUT.per_lane or len(keys) >= PLAN.top_k
     kept = lane >= 0
-    if TG > 0:
-        kept = kept_lanes(keys[0], keys[1], lane, FORM[2], TG, GROUP_LANES, TOP2, ROWS)
-    if not SCORE[2]:
-        kept &= ready
-    if TG > 0 or not SCORE[2]:
+    if LAYOUT.kept > 0:
+        kept = kept_lanes(keys[0], keys[1], lane, LAYOUT)
+    if not SCORE.any_bias:
+        kept &= row.ready
+    if LAYOUT.kept > 0 or not SCORE.any_bias:
         keys = replaced(keys, 0, tl.where(kept, keys[0], EXCLUDED))
-    best_key, best_pay = take_best(keys, pays, lane, K, COMPLETE)
-    failed = tl.max(tl.where(lane < K, best_pay, -1)) == EXHAUSTED
+    best_key, best_pay = take_best(keys, pays, lane, PLAN.top_k, COMPLETE)
+    failed = tl.max(tl.where(lane < PLAN.top_k, best_pay, -1)) == EXHAUSTED
     return best_key, best_pay, kept, failed
 
 
 @triton.jit
-def choose_best(
-    logit_row,
-    bias_row,
-    marked_ptr,
-    marked,
-    payload_ptr,
-    exists,
-    largest,
-    denominator,
-    lane,
-    ready,
-    K: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    CODED: tl.constexpr,
-    EARLY: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SORT_BOUND: tl.constexpr,
-    SORT_BEST: tl.constexpr,
-    TG: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
-    TOP2: tl.constexpr,
-    SHAPE: tl.constexpr,
-    FORM: tl.constexpr,
-    SCORE: tl.constexpr,
-):
-    """(image, payload, expert) [32, ROWS]: lane k holds the k-th best of its row. DEPTH 0: by bound; else by lists."""
-    if CODED:
-        best_key, best_pay, expert = choose_by_codes(
-            logit_row,
-            bias_row,
-            marked_ptr,
-            marked,
-            payload_ptr,
-            exists,
-            largest,
-            denominator,
-            lane,
-            ready,
-            K,
-            CHUNKS,
-            EARLY,
-            TG,
-            GROUP_LANES,
-            TOP2,
-            SHAPE,
-            FORM,
-            SCORE,
-        )
-    elif DEPTH == 0:
-        best_key, best_pay, kept, failed = choose_by_bound(
-            logit_row,
-            bias_row,
-            marked_ptr,
-            marked,
-            payload_ptr,
-            exists,
-            largest,
-            denominator,
-            lane,
-            ready,
-            K,
-            CHUNKS,
-            EARLY and CHUNKS <= 8,
-            SEGMENTS,
-            SLOTS,
-            SORT_BOUND,
-            SORT_BEST,
-            TG,
-            GROUP_LANES,
-            TOP2,
-            SHAPE,
-            FORM,
-            SCORE,
-        )
+def choose_best(row, PLAN: tl.constexpr, SCORE: tl.constexpr):
+    """(image, payload, expert) [32, ROWS]: lane k holds the k-th best of its row."""
+    LAYOUT: tl.constexpr = PLAN.layout
+    if PLAN.coded:
+        best_key, best_pay, expert = choose_by_codes(row, PLAN, LAYOUT, SCORE)
     else:
-        best_key, best_pay, kept, failed = choose_by_lists(
-            logit_row,
-            bias_row,
-            marked_ptr,
-            marked,
-            payload_ptr,
-            exists,
-            largest,
-            denominator,
-            lane,
-            ready,
-            K,
-            CHUNKS,
-            DEPTH,
-            EARLY,
-            TG,
-            GROUP_LANES,
-            TOP2,
-            SHAPE,
-            FORM,
-            SCORE,
-        )
-    if not CODED and DEPTH < CHUNKS * 4 and DEPTH < K:
-        if failed:
-            best_key, best_pay = choose_again(
-                logit_row,
-                bias_row,
-                marked_ptr,
-                marked,
-                payload_ptr,
-                exists,
-                largest,
-                denominator,
-                kept,
-                lane,
-                K,
-                CHUNKS,
-                SHAPE,
-                FORM,
-                SCORE,
-            )
-    if not CODED:
+        if LAYOUT.chunks > 8:
+            best_key, best_pay = choose_wide(row, PLAN, LAYOUT, SCORE)
+        elif PLAN.depth == 0:
+            best_key, best_pay, kept, failed = choose_by_bound(row, PLAN, LAYOUT, SCORE)
+        else:
+            best_key, best_pay, kept, failed = choose_by_lists(row, PLAN, LAYOUT, SCORE)
+        if LAYOUT.chunks <= 8 and PLAN.depth < LAYOUT.per_lane and PLAN.depth < PLAN.top_k:
+            if failed:
+                if LAYOUT.chunks == 8:  # unrolled, most of the compiler's time
+                    best_key, best_pay = choose_in_order(row, kept, PLAN, LAYOUT, SCORE)
+                else:
+                    best_key, best_pay = choose_again(row, kept, PLAN, LAYOUT, SCORE)
         expert = LAST_EXPERT - (best_pay >> ID_SHIFT)
     return best_key, best_pay, expert

@@ -43,37 +43,28 @@ def lane_top_two(values, TOP2: tl.constexpr):
 
 
 @triton.jit
-def deal_kept(
-    values,
-    lane,
-    G: tl.constexpr,
-    TG: tl.constexpr,
-    E: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    LANES: tl.constexpr,
-    TOP2: tl.constexpr,
-):
+def deal_kept(values, lane, LAYOUT: tl.constexpr):
     """(four images a lane, expert of the first): the kept groups' experts, eight floats a lane, over all 32 lanes."""
-    QUADS: tl.constexpr = GROUP_PAD // 4
-    BITS: tl.constexpr = group_bits(LANES)
-    first, second = lane_top_two(values, TOP2)
-    word = kept_groups(group_images(first, second, lane, G, LANES, TOP2), lane, G, TG, LANES)
-    seat = lane // QUADS
-    quad = lane % QUADS
-    group = (word >> (seat * BITS)) & (32 // LANES - 1)
-    source = group * LANES + quad // 2
+    quads: tl.constexpr = LAYOUT.group_pad // 4
+    size: tl.constexpr = LAYOUT.experts // LAYOUT.groups
+    first, second = lane_top_two(values, LAYOUT.top2)
+    word = kept_groups(group_images(first, second, lane, LAYOUT), lane, LAYOUT)
+    seat = lane // quads
+    quad = lane % quads
+    group = (word >> (seat * group_bits(LAYOUT.group_lanes))) & (32 // LAYOUT.group_lanes - 1)
+    source = group * LAYOUT.group_lanes + quad // 2
     odd = (lane & 1) != 0
     images = ()
     for i in tl.static_range(4):
         low = tl.gather(values[i], source, axis=0)
         high = tl.gather(values[4 + i], source, axis=0)
         image = key_image(tl.where(odd, high, low))
-        if E // G < GROUP_PAD:
-            image = tl.where(quad * 4 + i < E // G, image, EXCLUDED)
-        if TG * GROUP_PAD < 128:
-            image = tl.where(seat < TG, image, EXCLUDED)
+        if size < LAYOUT.group_pad:
+            image = tl.where(quad * 4 + i < size, image, EXCLUDED)
+        if LAYOUT.kept * LAYOUT.group_pad < 128:
+            image = tl.where(seat < LAYOUT.kept, image, EXCLUDED)
         images = images + (image,)
-    return images, group * (E // G) + quad * 4
+    return images, group * size + quad * 4
 
 
 @triton.jit
@@ -94,63 +85,36 @@ def take_coded(keys, word, lane, K: tl.constexpr):
 
 
 @triton.jit
-def choose_by_codes(
-    logit_row,
-    bias_row,
-    marked_ptr,
-    marked,
-    payload_ptr,
-    exists,
-    largest,
-    denominator,
-    lane,
-    ready,
-    K: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    EARLY: tl.constexpr,
-    TG: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
-    TOP2: tl.constexpr,
-    SHAPE: tl.constexpr,
-    FORM: tl.constexpr,
-    SCORE: tl.constexpr,
-):
+def choose_by_codes(row, PLAN: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.constexpr):
     """(image, payload, expert) [32, ROWS]: lane k holds the k-th best of its row."""
-    ROWS: tl.constexpr = SHAPE[1]
-    E: tl.constexpr = FORM[1]
-    loaded = early_loads(logit_row, bias_row, marked_ptr, marked, exists, CHUNKS, EARLY, SHAPE, FORM, SCORE)
-    if CHUNKS == 1:
-        image = gated_images(
-            loaded, logit_row, bias_row, marked_ptr, marked, 0, exists, ready, largest, denominator,
-            EARLY, SHAPE, FORM, SCORE,
-        )  # fmt: skip
-        images = split4(image, ROWS)
-        expert = expert_of(0, FORM[0], E, FORM[2], FORM[3])[0]
-        expert = split4(tl.broadcast_to(expert, SHAPE), ROWS)[0]
+    lane = row.lane
+    loaded = early_loads(row, PLAN.early, LAYOUT, SCORE)
+    if LAYOUT.chunks == 1:
+        images = split4(gated_images(row, loaded, 0, LAYOUT, SCORE), LAYOUT.rows)
+        expert = tl.broadcast_to(expert_of(0, LAYOUT)[0], [32, LAYOUT.rows, 4])
+        expert = split4(expert, LAYOUT.rows)[0]
     else:
         values = ()
         for chunk in tl.static_range(2):
-            key = gated_keys(
-                loaded, logit_row, bias_row, marked_ptr, marked, chunk, exists, ready, largest,
-                denominator, EARLY, SHAPE, FORM, SCORE,
-            )  # fmt: skip
-            if FORM[4]:
-                present = expert_of(chunk, FORM[0], E, FORM[2], FORM[3])[1]
-                key = tl.where(tl.broadcast_to(present, SHAPE), key, float("nan"))
-            values = values + split4(key, ROWS)
-        images, expert = deal_kept(values, lane, FORM[2], TG, E, FORM[3], GROUP_LANES, TOP2)
+            key = gated_keys(row, loaded, chunk, LAYOUT, SCORE)
+            if LAYOUT.ragged:
+                present = expert_of(chunk, LAYOUT)[1]
+                key = tl.where(tl.broadcast_to(present, [32, LAYOUT.rows, 4]), key, float("nan"))
+            values = values + split4(key, LAYOUT.rows)
+        images, expert = deal_kept(values, lane, LAYOUT)
     code = 255 - expert
     keys, codes = sort4(images, (code, code - 1, code - 2, code - 3))
+    keeps: tl.constexpr = LAYOUT.kept > 0 and LAYOUT.chunks == 1
     kept = lane >= 0
-    if TG > 0 and CHUNKS == 1:
-        kept = kept_lanes(keys[0], keys[1], lane, FORM[2], TG, GROUP_LANES, TOP2, ROWS)
-    if not SCORE[2]:
-        kept &= ready
-    if (TG > 0 and CHUNKS == 1) or not SCORE[2]:
+    if keeps:
+        kept = kept_lanes(keys[0], keys[1], lane, LAYOUT)
+    if not SCORE.any_bias:
+        kept &= row.ready
+    if keeps or not SCORE.any_bias:
         keys = replaced(keys, 0, tl.where(kept, keys[0], EXCLUDED))
     word = ((codes[0] * 256 + codes[1]) * 256 + codes[2]) * 256 + codes[3]
-    best_key, best_word = take_coded(keys, word.to(tl.uint32, bitcast=True), lane, K)
+    best_key, best_word = take_coded(keys, word.to(tl.uint32, bitcast=True), lane, PLAN.top_k)
     best = 255 - (best_word >> 24).to(tl.int32)
-    if E < 256:
-        best = tl.minimum(best, E - 1)  # lanes beyond K, and rows that do not count
-    return best_key, payload_of(payload_ptr, best, lane < K, SCORE[5]), best
+    if LAYOUT.experts < 256:
+        best = tl.minimum(best, LAYOUT.experts - 1)  # lanes beyond K, and rows that do not count
+    return best_key, payload_of(row.payloads, best, lane < PLAN.top_k, SCORE), best

@@ -84,14 +84,14 @@ def share_by_ticket(tables_ptr, threshold_ptr, offset, count, uneven, ticket, sh
 
 
 @triton.jit
-def replicas_of(tables_ptr, expert, pay, valid, PAYLOAD: tl.constexpr, AT: tl.constexpr):
+def replicas_of(tables_ptr, expert, pay, valid, CONSTANTS: tl.constexpr):
     """(first place in the layer's slot list, replicas, whether their shares differ) of every (row, expert)."""
-    if PAYLOAD:
+    if CONSTANTS.carries_payload:
         offset = (pay >> 8) & 0xFFF
         count = (pay >> 1) & 0x7F
         uneven = (pay & 1) != 0
     else:
-        span = tl.load(tables_ptr + AT[0] + expert, mask=valid, other=2)
+        span = tl.load(tables_ptr + CONSTANTS.table.replica_span + expert, mask=valid, other=2)
         offset = span >> 11
         count = (span >> 1) & 0x3FF
         uneven = (span & 1) != 0
@@ -99,34 +99,28 @@ def replicas_of(tables_ptr, expert, pay, valid, PAYLOAD: tl.constexpr, AT: tl.co
 
 
 @triton.jit
-def draw_tickets(
-    tables_ptr,
-    tickets_ptr,
-    expert,
-    replicas,
-    valid,
-    WEIGHTED: tl.constexpr,
-    COUNT: tl.constexpr,
-    AT: tl.constexpr,
-    E: tl.constexpr,
-    TICKET_COPIES: tl.constexpr,
-    TICKET_STRIDE: tl.constexpr,
-):
+def draw_tickets(tables_ptr, tickets_ptr, expert, replicas, valid, counted, CONSTANTS: tl.constexpr):
     """(word, (depth, share, begin)): each pair's ticket word before this draw, and what `share_by_ticket` will read.
 
     The trip to L2 and back is the longest wait of a short batch: the weights are computed meanwhile.
     """
-    copy = tl.program_id(0) % TICKET_COPIES
-    address = tickets_ptr + (copy * E + expert).to(tl.int64) * TICKET_STRIDE
-    step = tl.full(expert.shape, 4294967297 if COUNT else 1, tl.int64)
+    COUNTING: tl.constexpr = CONSTANTS.counting
+    copy = tl.program_id(0) % COUNTING.ticket_copies
+    place = copy * CONSTANTS.plan.layout.experts + expert
+    address = tickets_ptr + place.to(tl.int64) * COUNTING.ticket_stride
+    step = tl.full(expert.shape, 4294967297 if COUNTING.counts else 1, tl.int64)
+    if COUNTING.by_row or COUNTING.by_flag:
+        step = tl.where(counted, step, 1)
     word = tl.atomic_add(address, step, mask=valid, sem="relaxed")
     loaded = (0, 0, 0)
-    if WEIGHTED:
+    if CONSTANTS.mode.weighted:
         offset, count, uneven = replicas
-        depth = tl.load(tables_ptr + AT[7])
+        depth = tl.load(tables_ptr + CONSTANTS.table.replica_depth)
         place = offset + (count + 1) // 2 - 1
-        share = tl.load(tables_ptr + AT[2] + place, mask=uneven & (count <= 4), other=0)
-        begin = tl.load(tables_ptr + AT[6] + expert, mask=uneven & (count > 4), other=0)
+        thresholds = tables_ptr + CONSTANTS.table.replica_threshold
+        share = tl.load(thresholds + place, mask=uneven & (count <= 4), other=0)
+        sequences = tables_ptr + CONSTANTS.table.replica_sequence
+        begin = tl.load(sequences + expert, mask=uneven & (count > 4), other=0)
         loaded = (depth, share, begin)
     return word, loaded
 
@@ -143,40 +137,29 @@ def ticket_of(word, weight):
 
 @triton.jit
 def pick_slots(
-    tables_ptr,
-    row,
-    expert,
-    replicas,
-    ticket,
-    loaded,
-    valid,
-    salt,
-    ep_rank,
-    FORM: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    AT: tl.constexpr,
-    TICKET_COPIES: tl.constexpr,
+    tables_ptr, row, expert, replicas, ticket, loaded, valid, salt, ep_rank, CONSTANTS: tl.constexpr
 ):
-    """Slot of every (row, expert) [32, ROWS]; AT: columns of the layer's table row (see `route_kernel.py`).
+    """Slot of every (row, expert) [32, ROWS]; row: its global number.
 
-    ticket, loaded: from `ticket_of` and `draw_tickets`, of the form "exact" only.
+    ticket, loaded: from `ticket_of` and `draw_tickets`, of modes that pick by ticket only.
     """
+    MODE: tl.constexpr = CONSTANTS.mode
+    TABLE: tl.constexpr = CONSTANTS.table
     offset, count, uneven = replicas
-    if FORM == "exact":
-        start = (expert + ep_rank + tl.program_id(0) % TICKET_COPIES).to(tl.uint32)
+    thresholds = tables_ptr + TABLE.replica_threshold
+    if MODE.pick == "ticket":
+        start = (expert + ep_rank + tl.program_id(0) % CONSTANTS.counting.ticket_copies).to(tl.uint32)
         replica = ((ticket + start) % count.to(tl.uint32)).to(tl.int32)
-        if WEIGHTED:
+        if MODE.weighted:
             depth, share, begin = loaded
             turn = (ticket % 65535).to(tl.int32)
-            shared = share_by_ticket(
-                tables_ptr, tables_ptr + AT[2], offset, count, uneven, turn, share, depth, begin
-            )
+            shared = share_by_ticket(tables_ptr, thresholds, offset, count, uneven, turn, share, depth, begin)
             replica = tl.where(uneven, shared, replica)
     else:
         hashes = hash_row(row, expert, salt)
         replica = hash_to(hashes, count)
-        if WEIGHTED:
-            depth = tl.load(tables_ptr + AT[7])
-            shared = share_by_hash(tables_ptr + AT[2], offset, count, uneven, hashes, depth)
+        if MODE.weighted:
+            depth = tl.load(tables_ptr + TABLE.replica_depth)
+            shared = share_by_hash(thresholds, offset, count, uneven, hashes, depth)
             replica = tl.where(uneven, shared, replica)
-    return tl.load(tables_ptr + AT[1] + offset + replica, mask=valid, other=0)
+    return tl.load(tables_ptr + TABLE.replica_slot + offset + replica, mask=valid, other=0)

@@ -21,22 +21,23 @@ def either(a, b):
 
 
 @triton.jit
-def group_images(first, second, lane, G: tl.constexpr, LANES: tl.constexpr, TOP2: tl.constexpr):
+def group_images(first, second, lane, LAYOUT: tl.constexpr):
     """[32, ROWS] int32: image of the own group's score, from the lanes' two largest fp32 keys (-inf for none)."""
     # Butterflies over the lanes of a group: every lane ends with its group's two largest.
     for step in tl.static_range(5):
-        if (1 << step) < LANES:
+        if (1 << step) < LAYOUT.group_lanes:
             other = tl.gather(first, lane ^ (1 << step), axis=0)
-            if TOP2:
+            if LAYOUT.top2:
                 another = tl.gather(second, lane ^ (1 << step), axis=0)
                 second = tl.maximum(tl.minimum(first, other), tl.maximum(second, another))
             first = tl.maximum(first, other)
     score = first
-    if TOP2:
+    if LAYOUT.top2:
         score = first + second
     image = key_image(score)
-    if G * LANES < 32:
-        image = tl.where(lane < G * LANES, image, EXCLUDED)
+    used: tl.constexpr = LAYOUT.groups * LAYOUT.group_lanes
+    if used < 32:
+        image = tl.where(lane < used, image, EXCLUDED)
     return image
 
 
@@ -67,35 +68,26 @@ def group_bits(lanes):
 
 
 @triton.jit
-def kept_groups(image, lane, G: tl.constexpr, TG: tl.constexpr, LANES: tl.constexpr):
-    """[1, ROWS] int32: the TG best groups in one word, best lowest. LANES >= 2, TG * group_bits(LANES) <= 32."""
-    BITS: tl.constexpr = group_bits(LANES)
-    rank = group_ranks(image, lane, LANES)
-    group = lane // LANES
-    held = tl.where((rank < TG) & (group < G), group << (rank * BITS), 0)
+def kept_groups(image, lane, LAYOUT: tl.constexpr):
+    """[1, ROWS] int32: the kept groups in one word, best lowest. At least two lanes a group, 32 bits for all."""
+    bits: tl.constexpr = group_bits(LAYOUT.group_lanes)
+    rank = group_ranks(image, lane, LAYOUT.group_lanes)
+    group = lane // LAYOUT.group_lanes
+    held = tl.where((rank < LAYOUT.kept) & (group < LAYOUT.groups), group << (rank * bits), 0)
     return tl.reduce(held, 0, either, keep_dims=True)
 
 
 @triton.jit
-def kept_lanes(
-    first,
-    second,
-    lane,
-    G: tl.constexpr,
-    TG: tl.constexpr,
-    LANES: tl.constexpr,
-    TOP2: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """[32, ROWS] bool: lanes of the TG best groups, from the lanes' two largest images. LANES lanes make a group."""
+def kept_lanes(first, second, lane, LAYOUT: tl.constexpr):
+    """[32, ROWS] bool: lanes of the kept groups, from the lanes' two largest images."""
     first = tl.where(first <= NAN_KEY, float("-inf"), inverse_key(first))
     second = tl.where(second <= NAN_KEY, float("-inf"), inverse_key(second))
-    image = group_images(first, second, lane, G, LANES, TOP2)
-    group = lane // LANES
-    if LANES >= 2:
-        return (group_ranks(image, lane, LANES) < TG) & (group < G)
+    image = group_images(first, second, lane, LAYOUT)
+    group = lane // LAYOUT.group_lanes
+    if LAYOUT.group_lanes >= 2:
+        return (group_ranks(image, lane, LAYOUT.group_lanes) < LAYOUT.kept) & (group < LAYOUT.groups)
     kept = lane < 0
-    for _ in tl.static_range(TG):
+    for _ in tl.static_range(tl.constexpr(LAYOUT.kept)):
         top = tl.max(image, axis=0, keep_dims=True)
         lowest = tl.max(tl.where(image == top, 31 - group, -1), axis=0, keep_dims=True)
         won = (31 - group) == lowest

@@ -19,42 +19,28 @@ def order_by_payload(pay, lane, K: tl.constexpr):
 
 @triton.jit
 def store_columns(
-    weights_ptr,
-    physical_ptr,
-    logical_ptr,
-    local_ptr,
-    packed_ptr,
-    scratch_ptr,
-    index,
-    mask,
-    valid,
-    weight,
-    physical,
-    logical,
-    local,
-    EMIT: tl.constexpr,
-    HUGE: tl.constexpr,
+    out, index, mask, valid, weight, physical, logical, local, EMIT: tl.constexpr, HUGE: tl.constexpr
 ):
-    """Write one tile of columns in every wanted form; EMIT follows `OUTPUT_NAMES`. HUGE: weights may pass bf16."""
+    """Write one tile of columns in every wanted form. HUGE: weights may pass bf16."""
     weight = tl.where(valid, weight, 0.0)
     physical = tl.where(valid, physical, -1)
-    if EMIT[0]:
-        tl.store(weights_ptr + index, weight, mask=mask)
-    if EMIT[1]:
-        tl.store(physical_ptr + index, physical, mask=mask)
-    if EMIT[2]:
-        tl.store(logical_ptr + index, tl.where(valid, logical, -1), mask=mask)
-    if EMIT[3]:
-        tl.store(local_ptr + index, tl.where(valid, local, -1), mask=mask)
-    if EMIT[4]:
+    if EMIT.weights:
+        tl.store(out.weights + index, weight, mask=mask)
+    if EMIT.physical_ids:
+        tl.store(out.physical_ids + index, physical, mask=mask)
+    if EMIT.logical_ids:
+        tl.store(out.logical_ids + index, tl.where(valid, logical, -1), mask=mask)
+    if EMIT.local_ids:
+        tl.store(out.local_ids + index, tl.where(valid, local, -1), mask=mask)
+    if EMIT.packed_ids:
         # Round to nearest even by hand: weights are finite and not negative.
         bits = weight.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         if HUGE:
             bits = tl.minimum(bits, 0x7F7F)
-        tl.store(packed_ptr + index, (physical << 16) | bits, mask=mask)
-    if EMIT[5]:
-        tl.atomic_add(scratch_ptr + 1 + physical, 1, mask=mask & valid, sem="relaxed")
+        tl.store(out.packed_ids + index, (physical << 16) | bits, mask=mask)
+    if EMIT.slot_histogram:
+        tl.atomic_add(out.scratch + 1 + physical, 1, mask=mask & valid, sem="relaxed")
 
 
 @triton.jit

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 
+from evenroute.routing.kernels.types import LaunchPlan, Layout
 from evenroute.routing.settings.config import RouterConfig
 
 LANES = 32
@@ -17,36 +17,6 @@ WARPS_SHARE_A_PROGRAM = version("triton").split(".")[:2] == ["3", "6"]
 
 def _power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    """Layout of a launch.
-
-    chunks       of four experts a lane
-    depth        entries a lane list keeps; 0: choice by bound, with `segments` maxima and `slots` candidates a lane
-    group_pad, group_lanes   padded size of a group and the lanes that hold it; 0 and 1 without groups
-    rows, warps  of a program
-    early        all loads before any arithmetic: a batch of one wave is latency
-    registers    a thread; else the compiler stops at what lets a multiprocessor fill up, and serialises
-    coded        short rows: ids in a byte each, groups dealt out anew (`_codes.py`); depth does not matter then
-    sort_bound, sort_best   by bound: the maxima, and what reaches the bound, are sorted over the lanes. More work, but
-                 fewer steps that wait for each other than a reduction a column: for many columns
-    """
-
-    chunks: int
-    depth: int
-    segments: int
-    slots: int
-    group_pad: int
-    group_lanes: int
-    rows: int
-    warps: int
-    early: bool
-    registers: int | None = None
-    coded: bool = False
-    sort_bound: bool = False
-    sort_best: bool = False
 
 
 def supports_groups(config: RouterConfig) -> bool:
@@ -92,10 +62,12 @@ def bound_layout(top_k: int, per_lane: int, lanes: int) -> tuple[int, int]:
 
 
 def chosen_by_bound(top_k: int, per_lane: int, num_tokens: int) -> bool:
-    """Wide rows and many columns: lists would be deep (and slow to compile)."""
+    """Wide rows and many columns: lists would be deep, and slow to compile; of 32 places a lane and more, always."""
+    if per_lane > 28:
+        return True
     if per_lane <= 8 or top_k <= 4:
-        return False
-    if per_lane > 32 or top_k > 16 or (per_lane > 16 and top_k > 8):
+        return per_lane > 16
+    if top_k > 16 or (per_lane > 16 and top_k > 8):
         return True
     return num_tokens > (256 if per_lane > 16 else 4096)
 
@@ -120,7 +92,9 @@ def plan_launch(config: RouterConfig, num_tokens: int) -> LaunchPlan:
         group, group_lanes, used = 0, 1, LANES
         per_lane = 4 * -(-config.num_experts // (4 * LANES))
     depth, segments, slots = list_depth(config.top_k, per_lane, used, size), 2, 1
-    by_bound = chosen_by_bound(config.top_k, per_lane, num_tokens)
+    if config.grouped:
+        depth = max(depth, 2)  # a group's score may need the two largest of a lane
+    by_bound = chosen_by_bound(config.top_k, per_lane, num_tokens) or (per_lane > 8 and depth > 6)
     if by_bound:
         depth = 0
         segments, slots = bound_layout(config.top_k, per_lane, used)
@@ -129,20 +103,28 @@ def plan_launch(config: RouterConfig, num_tokens: int) -> LaunchPlan:
         rows, warps, registers = 1, 1, registers if warps == 1 else None
     # One wave; and rows by bound of few registers, which wait for reductions either way.
     early = num_tokens <= 4096 or (by_bound and per_lane <= 16)
-    return LaunchPlan(
+    layout = Layout(
+        experts=config.num_experts,
+        groups=config.num_groups if config.grouped else 1,
+        kept=config.topk_group if config.grouped else 0,
+        top2=config.topk_method == "noaux_tc",
         chunks=per_lane // 4,
-        depth=depth,
-        segments=segments,
-        slots=slots,
         group_pad=group,
         group_lanes=group_lanes,
         rows=rows,
-        warps=warps,
+    )
+    return LaunchPlan(
+        layout,
+        top_k=config.top_k,
+        depth=depth,
+        segments=segments,
+        slots=slots,
         early=early,
-        registers=registers,
         coded=fits_codes(config, per_lane // 4, group, group_lanes),
         sort_bound=by_bound and num_tokens <= 4096 and segments == 2 and config.top_k == 16,
         sort_best=by_bound and slots == 1 and config.top_k > 8,
+        warps=warps,
+        registers=registers,
     )
 
 

@@ -117,24 +117,24 @@ def tanh_close(z):
 
 
 @triton.jit
-def clean_logit(x, SCORING: tl.constexpr, SOFTCAP: tl.constexpr):
+def clean_logit(x, SCORE: tl.constexpr):
     """fp32 logit, +inf as the largest finite value (a sigmoid does not mind), NaN and -inf kept, capped."""
     x = x.to(tl.float32)
-    if SCORING != "sigmoid":
+    if SCORE.scoring != "sigmoid":
         x = tl.minimum(x, FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
-    if SOFTCAP > 0.0:
-        x = tl.where(x >= -FLOAT_MAX, SOFTCAP * tanh_close(x / SOFTCAP), x)
+    if SCORE.softcap > 0.0:
+        x = tl.where(x >= -FLOAT_MAX, SCORE.softcap * tanh_close(x / SCORE.softcap), x)
     return x
 
 
 @triton.jit
-def base_key(x, largest, denominator, SCORING: tl.constexpr, BIAS_ON_SCORE: tl.constexpr):
+def base_key(x, largest, denominator, SCORE: tl.constexpr):
     """What the bias is added to; NaN stays NaN."""
-    if SCORING == "sigmoid":
+    if SCORE.scoring == "sigmoid":
         return sigmoid_close(x)
-    elif SCORING == "sqrtsoftplus":
+    elif SCORE.scoring == "sqrtsoftplus":
         return tl.where(x != x, x, sqrt_softplus(x))
-    elif BIAS_ON_SCORE:
+    elif SCORE.bias_on_score:
         return tl.where(x != x, x, exp_close(x - largest) / denominator)
     else:
         return x
@@ -159,11 +159,11 @@ def inverse_key(image):
 
 
 @triton.jit
-def score_of(x, largest, denominator, SCORING: tl.constexpr):
+def score_of(x, largest, denominator, SCORE: tl.constexpr):
     """Score that weighs; 0 for NaN, -inf and what would be subnormal."""
-    if SCORING == "sigmoid":
+    if SCORE.scoring == "sigmoid":
         score = sigmoid_close(x)
-    elif SCORING == "sqrtsoftplus":
+    elif SCORE.scoring == "sqrtsoftplus":
         score = sqrt_softplus(x)
     else:
         score = _exp(tl.maximum(x - largest, -200.0)) / denominator

@@ -77,13 +77,14 @@ WRONG: dict[tuple[str, str], dict[object, str | None]] = {
     ("planner", "max_moves"): {**whole(0, 2**31), None: None},
     ("planner", "time_limit_s"): TIMES,
     ("planner", "degraded_after"): whole(1, 10**9),
-    ("planner", "function"): {"plan": "MODULE:FUNCTION", "": "MODULE:FUNCTION", "a b:c": "MODULE:FUNCTION", "a:b:c": "MODULE:FUNCTION", 1: "expected str"},
+    ("planner", "function"): {"plan": "MODULE:FUNCTION", "": None, "a b:c": "MODULE:FUNCTION", "a:b:c": "MODULE:FUNCTION", 1: "expected str"},
     ("security", "keys"): TEXT,
     ("security", "insecure"): SWITCH,
     ("agent", "rebalancer"): {**TEXT, "x": "ipc://PATH or tcp://HOST:PORT", "tcp://h:0": "an address to connect to", "tcp://h:*": "an address to connect to", "tcp://*:7": "an address to connect to"},
     ("agent", "keys"): TEXT,
     ("agent", "model"): TEXT,
-    ("agent", "top_k"): whole(1, 65536),
+    ("agent", "top_k"): whole(0, 65536),
+    ("agent", "mode"): {"dark": "balance | shadow", "": "balance | shadow", 1: "found, expected str"},
     ("agent", "shared_counts"): SWITCH,
     ("agent", "window_steps"): whole(1, 2**31),
     ("agent", "agree_every"): whole(1, 2**31),
@@ -151,6 +152,8 @@ def test_sections_of_another_type_are_told() -> None:
         ("[agent]\nrecord_part_bytes = 131072\nrecord_max_bytes = 65536", "record_part_bytes: 131072 found, expected at most record_max_bytes (65536)"),
         ("[security]\nkeys = 'k'\ninsecure = true", "security.insecure: True found, expected false when security.keys"),
         ("[planner]\ninterval = 2.5\ninterval_unit = 'windows'", "planner.interval: 2.5 found, expected a whole number"),
+        ("[planner]\npolicy = 'global'\nmax_moves = 3", "planner.max_moves: 3 found, expected none with planner.policy global"),
+        ("[planner]\npolicy = 'hierarchical'\ntarget = 0.9", "planner.target: 0.9 found, expected none with planner.policy hierarchical"),
         ("[planner]\ninterval = 2e9\ninterval_unit = 'windows'", "planner.interval: 2000000000.0 found, expected 1 to 1e+09 windows"),
     ],
 )  # fmt: skip
@@ -232,7 +235,7 @@ def test_what_is_good_passes(tmp_path: Path) -> None:
     ]
     found = check(tmp_path, *words, "--bind", "tcp://0.0.0.0:0", "--interval", "4w")
     assert (found.status, found.err) == (0, "")
-    assert "rebalancer.metrics_bind='::1:0'" in found.out
+    assert "rebalancer.metrics_bind='[::1]:0'" in found.out
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")

@@ -15,7 +15,8 @@ slots = np.array([0, 1, 2, 3], dtype=np.int32)
 load = np.array([4.0, 3.0, 2.0, 1.0])
 holds = np.array([[1, 1, 0, 0], [0, 0, 1, 1]], dtype=np.bool_)
 ranks = np.array([7.0, 3.0])
-print(swap_refine(2, slots, load, holds, ranks, 10), slots.tolist(), sum(swap_refine.stats.cache_hits.values()))
+done = swap_refine(2, slots, load, np.zeros(4, dtype=np.int8), holds, ranks, 10)
+print(done, slots.tolist(), sum(swap_refine.stats.cache_hits.values()))
 """
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from evenroute.eplb.analysis.replay import Replay, ReplaySettings
 from evenroute.eplb.dump.reader import DumpReader
-from evenroute.eplb.files.counts import read_logical_count
 from evenroute.eplb.files.open import open_source, open_sources
+from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.loads.balance import (
     balancedness,
     placement_balancedness,
@@ -23,7 +23,12 @@ from evenroute.eplb.loads.balance import (
     validate_loads,
 )
 from evenroute.eplb.placement import topology
-from evenroute.eplb.placement.file import load_placement, save_placement, write_beside_and_rename
+from evenroute.eplb.placement.file import (
+    load_placement,
+    load_placement_set,
+    save_placement,
+    update_placement_set,
+)
 from evenroute.eplb.placement.models import MODEL_SHAPES, ModelShape
 from evenroute.eplb.placement.placement import (
     Placement,
@@ -34,7 +39,6 @@ from evenroute.eplb.placement.placement import (
     replica_counts,
     row_digest,
 )
-from evenroute.eplb.placement.set import load_placement_set, update_placement_set
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner import deepseek
 from evenroute.eplb.planner.backtest import backtest
@@ -43,8 +47,6 @@ from evenroute.eplb.planner.moves import MoveCost, MoveLimits
 from evenroute.eplb.planner.plan import figure, plan_placement
 from evenroute.eplb.planner.policy import PolicySettings, RebalancePolicy
 from evenroute.eplb.planner.windows import combine_windows, tokens_needed, validate_windows
-from evenroute.eplb.store.reader import StoreReader, check_format, connect
-from evenroute.eplb.store.writer import HistoryStore
 from support.refusals import refused
 
 L, E, P, R = 2, 8, 12, 4
@@ -215,7 +217,7 @@ def test_numpy_integers_are_integers_everywhere(tmp_path: Path) -> None:
         ("target", lambda x: plan(target=x, current=PLACEMENT, policy="weighted")),
         ("bytes_per_expert", lambda x: MoveCost(x, 1, 1, 1)),
         ("seconds_in_use", lambda x: MoveCost(1, 1, 1, x)),
-        ("move_gain", lambda x: PolicySettings(move_gain=x)),
+        ("move_price", lambda x: PolicySettings(move_price=x)),
         ("target", lambda x: PolicySettings(target=x)),
         ("dead_band", lambda x: ReplaySettings(4, 0, dead_band=x)),
         ("move_fraction", lambda x: backtest([LOADS] * 3, placement=PLACEMENT, move_fraction=x)),
@@ -362,13 +364,12 @@ def test_a_changed_row_gives_what_the_rows_give() -> None:
             ("topology", lambda x: RebalancePolicy(x, P)),
         )),
         ("cost must be a MoveCost", lambda x: plan(cost=x), (1.0, "cheap", {}, PLACEMENT)),
-        ("cost must be a MoveCost", lambda x: PolicySettings(cost=x), (1.0, "cheap")),
+        ("costs must be a TimeCosts", lambda x: PolicySettings(costs=x), (1.0, "cheap")),
         ("settings must be a PolicySettings", lambda x: RebalancePolicy(TOPOLOGY, P, x), (0, {}, "")),
         ("sources must be a list of ranks", lambda x: plan_elastic(LOADS, PLACEMENT, TOPOLOGY, x), (None, 3)),
         ("value must be a number or None", figure, ("x", [1], 1j)),
         ("use_bias must be True or False", lambda x: ModelShape(**{**vars(MODEL_SHAPES["dsv3"]), "use_bias": x}), (1,)),
         ("num_layers must be", lambda x: ModelShape(**{**vars(MODEL_SHAPES["dsv3"]), "num_layers": x}), ("58", 0)),
-        ("connection must be a Connection", lambda x: check_format(x, Path("a")), (None, "a")),
     ],
 )  # fmt: skip
 def test_objects(words: str, call: Callable[[Any], Any], bad: tuple[Any, ...]) -> None:
@@ -381,15 +382,12 @@ def test_objects(words: str, call: Callable[[Any], Any], bad: tuple[Any, ...]) -
     [
         load_placement,
         read_logical_count,
-        StoreReader,
         DumpReader,
         open_source,
         load_placement_set,
         lambda path: open_sources([path]),
         lambda path: save_placement(path, PLACEMENT),
-        lambda path: write_beside_and_rename(path, b""),
         lambda path: update_placement_set(path, "", PLACEMENT),
-        lambda path: connect(path, read_only=True, timeout_s=1.0),
     ],
 )
 def test_paths(call: Callable[[Any], Any]) -> None:
@@ -404,39 +402,6 @@ def test_nothing_is_written_for_a_wrong_name(tmp_path: Path) -> None:
         ("version", 1.0), ("version", True), ("version", HUGE),
     ):  # fmt: skip
         refused(f"{field} must be", lambda: save_placement(path, PLACEMENT, **{field: bad}))  # noqa: B023
-    refused("data must be bytes, found 'text'", lambda: write_beside_and_rename(path, "text"))  # type: ignore[arg-type]
     refused("paths must be a list of paths", lambda: open_sources(str(path)))
     refused("key must be text", lambda: update_placement_set(path, 3, PLACEMENT))  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
-
-
-def test_the_store_reader(tmp_path: Path) -> None:
-    path = tmp_path / "run.db"
-    HistoryStore(path).close()
-    for bad in (None, "5", -1.0, float("nan"), float("inf"), True):
-        refused("timeout_s must be", lambda: StoreReader(path, timeout_s=bad))  # type: ignore[arg-type] # noqa: B023
-    with StoreReader(path) as reader:
-        calls: list[tuple[str, Callable[[Any], Any]]] = [
-            ("run", reader.job),
-            ("run", reader.rank_windows),
-            ("run", reader.rank_states),
-            ("run", reader.total_counts),
-            ("digest", lambda x: reader.row(x if x is not None else "x")),
-            ("last", lambda x: reader.events(last=x)),
-            ("start", lambda x: reader.windows(start="x" if isinstance(x, float) and x == x else x)),
-            ("end", lambda x: reader.windows(end="x" if isinstance(x, float) and x == x else x)),
-            (
-                "run",
-                lambda x: reader.recorded(
-                    run="" if x is None else x, start=0, end=None, rank=None, offset=0, limit=1
-                ),
-            ),
-        ]
-        for field, call in calls:
-            for bad_number in ("x", [1], object(), 1.5, True, float("nan"), 1j):
-                refused(f"{field} must be", lambda: call(bad_number))  # noqa: B023
-        for bad_name in (None, 3, [1]):
-            refused("name must be text", lambda: reader.setting(bad_name))  # type: ignore[arg-type] # noqa: B023
-            refused("newest_first must be True or False", lambda: reader.placements(newest_first=bad_name))  # type: ignore[arg-type] # noqa: B023
-        assert list(reader.windows(start=np.float64(0), end=float("inf"))) == []
-        assert list(reader.windows(start=0)) == list(reader.placements()) == list(reader.rank_windows()) == []

@@ -11,9 +11,9 @@ import torch
 
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.routing.align.align import AlignBuffers, moe_align_block_size, moe_align_block_size_torch
+from evenroute.routing.align.align import moe_align_block_size, moe_align_block_size_torch
+from evenroute.routing.align.plan import AlignBuffers
 from evenroute.routing.compiled import CompiledGateRouter, CompiledRouter
-from evenroute.routing.dispatch import waterfill_ranks
 from evenroute.routing.formats import (
     BypassedRouting,
     PackedRouting,
@@ -35,6 +35,7 @@ from evenroute.routing.reference import (
 from evenroute.routing.router import Router
 from evenroute.routing.simulated.source import LogitSource
 from evenroute.routing.tables.tables import DispatchTables
+from evenroute.routing.waterfill import waterfill_ranks
 from support.interpreted import BACKEND, DEVICE
 from support.refusals import refused
 from support.wrong_use import CALLS, CONFIG, ELSEWHERE, E, K, L, R, floats, ints, router

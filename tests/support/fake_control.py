@@ -10,18 +10,18 @@ from typing import Any
 import msgspec
 import zmq
 
-from evenroute.dist.wire.control import RankStatus, Refused, Status, StatusAnswer, encode_control
+from evenroute.dist.wire.control import RankHealth, RebalancerStatus, Refused, StatusAnswer, encode_control
 from evenroute.dist.wire.link import CONTROL_TAG
 
 
-def status(num_ranks: int = 4, **changes: Any) -> Status:
+def status(num_ranks: int = 4, **changes: Any) -> RebalancerStatus:
     """A healthy rebalancer's status with so many ranks."""
     key = (5 << 20, 3)
     ranks = [
-        RankStatus(rank, 0.1, vote=7, held=key, last_seq=9, first_step=0, last_step=100, tokens=1000)
+        RankHealth(rank, 0.1, vote=7, held=key, last_seq=9, first_step=0, last_step=100, tokens=1000)
         for rank in range(num_ranks)
     ]
-    known = Status(
+    known = RebalancerStatus(
         state="serving",
         degraded=[],
         pid=1,
@@ -64,7 +64,7 @@ def status(num_ranks: int = 4, **changes: Any) -> Status:
 class FakeControl:
     """Answers the n-th request with the n-th status (the last one again and again); None = no answer."""
 
-    def __init__(self, folder: Path, answers: Sequence[Status | str | None]) -> None:
+    def __init__(self, folder: Path, answers: Sequence[RebalancerStatus | str | None]) -> None:
         self.address = f"ipc://{folder}/fake.sock"
         self.requests = 0
         self._answers = list(answers)
@@ -81,7 +81,7 @@ class FakeControl:
             peer, tag, _ = self._socket.recv_multipart()
             assert tag == CONTROL_TAG
             answer = self._answers[min(self.requests, len(self._answers) - 1)]
-            if isinstance(answer, Status):
+            if isinstance(answer, RebalancerStatus):
                 self._socket.send_multipart([peer, CONTROL_TAG, encode_control(StatusAnswer(answer))])
             elif answer is not None:
                 self._socket.send_multipart([peer, CONTROL_TAG, encode_control(Refused(answer))])

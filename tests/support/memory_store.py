@@ -6,7 +6,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.protocol.store import PlacementRow, RankWindow, Receipt, StaleEpochError, StoreError
+from evenroute.dist.protocol.store import (
+    JobRow,
+    PublishedPlacement,
+    RankWindowRow,
+    Receipt,
+    StaleEpochError,
+    StoreError,
+)
 from evenroute.eplb.placement.placement import Placement, row_digest
 
 
@@ -22,8 +29,8 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.epochs: list[int] = []
-        self.windows: list[RankWindow] = []
-        self.placements: list[PlacementRow] = []
+        self.windows: list[RankWindowRow] = []
+        self.placements: list[PublishedPlacement] = []
         self.events: list[tuple[str, str]] = []
         self.missing: dict[tuple[int, int], int] = {}
         self.failing = False
@@ -49,13 +56,15 @@ class MemoryStore:
     def last_seq(self, run: int, rank: int) -> int:
         return self._last_seq.get((run, rank), 0)
 
+    def set_job(self, run: int, job: JobRow, *, epoch: int, now: float) -> None:
+        self.check(epoch)
+
     def add_windows(
         self,
-        windows: Sequence[RankWindow],
+        windows: Sequence[RankWindowRow],
         *,
         epoch: int,
         now: float,
-        num_sources: int,
         keep_rank_detail: bool = False,
     ) -> list[Receipt]:
         self.check(epoch)
@@ -86,7 +95,7 @@ class MemoryStore:
     ) -> None:
         self.check(epoch)
         self._insert(
-            PlacementRow(
+            PublishedPlacement(
                 now,
                 epoch,
                 version,
@@ -99,14 +108,14 @@ class MemoryStore:
             )
         )
 
-    def _insert(self, row: PlacementRow) -> None:
+    def _insert(self, row: PublishedPlacement) -> None:
         key = (row.epoch, row.version)
         assert all((known.epoch, known.version) != key for known in self.placements), "a key is used twice"
         self.placements.append(row)
         for digest, slots, shares in _rows_of(row.placement):
             self._rows.setdefault(digest, (slots, shares))
 
-    def newest_placement(self) -> PlacementRow | None:
+    def newest_placement(self) -> PublishedPlacement | None:
         return max(self.placements, key=lambda row: (row.epoch, row.version), default=None)
 
     def keep_row(

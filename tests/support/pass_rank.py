@@ -11,8 +11,9 @@ import torch
 
 from evenroute.dist.rebalancer.record_orders import PassOrders
 from evenroute.dist.rebalancer.recording import PassRecording
-from evenroute.dist.record.recorder import PassRecorder, RecorderSettings
-from evenroute.dist.record.tap import PassArena, PassTap
+from evenroute.dist.record.files import RecorderSettings
+from evenroute.dist.record.recorder import RankRecorder
+from evenroute.dist.record.tap import RecordingArena, RecordingTap
 from evenroute.dist.wire.messages import JobShape
 from evenroute.dist.wire.recording import RecordOrder, RecordReport
 from evenroute.eplb.dump.reader import DumpReader
@@ -42,7 +43,7 @@ def order(number: int = 5, *, mode: str = "per_token", name: str = "x", running:
     return RecordOrder(RUN, EPOCH, number, mode, name, running)  # type: ignore[arg-type]
 
 
-def recorder_in(folder: Path | None, **changes: object) -> PassRecorder:
+def recorder_in(folder: Path | None, **changes: object) -> RankRecorder:
     known = {
         "run": RUN,
         "rank": 1,
@@ -53,15 +54,15 @@ def recorder_in(folder: Path | None, **changes: object) -> PassRecorder:
         "max_bytes": 1 << 22,
     }
     settings = RecorderSettings(**(known | changes))  # type: ignore[arg-type]
-    return PassRecorder(settings, lambda size: PassArena(size, CPU), lambda: None)
+    return RankRecorder(settings, lambda size: RecordingArena(size, CPU), lambda: None)
 
 
 class Rank:
     """The forward thread of a rank, with a placement that may switch between steps."""
 
-    def __init__(self, recorder: PassRecorder) -> None:
+    def __init__(self, recorder: RankRecorder) -> None:
         self.recorder = recorder
-        self.tap = PassTap(recorder.settings.job, CPU)
+        self.tap = RecordingTap(recorder.settings.job, CPU)
         self.placement, self.keys = FIRST, KEYS
         self.switched = False
         self.step = 0
@@ -103,12 +104,12 @@ class Rank:
         return last_report(self.recorder)
 
 
-def last_report(recorder: PassRecorder) -> RecordReport:
+def last_report(recorder: RankRecorder) -> RecordReport:
     assert recorder._last is not None
     return recorder._last.report()
 
 
-def begin(recorder: PassRecorder, first: RecordOrder | None = None) -> Rank:
+def begin(recorder: RankRecorder, first: RecordOrder | None = None) -> Rank:
     recorder.order(order() if first is None else first, 0)
     wait_for(lambda: last_report(recorder).state != "starting", 10, "the recording's start")
     return Rank(recorder)

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from evenroute.dist.protocol.agreement import Version, read_reduced
 from evenroute.dist.protocol.job_start import StartedJob
 from evenroute.dist.protocol.rank import RankConfig, RankCore
-from evenroute.dist.wire.messages import NO_KEY, JobShape, PlacementMessage, Status, Window, pack_placement
+from evenroute.dist.wire.messages import NO_KEY, JobShape, PlacementMessage, RankStatus, RankWindow
+from evenroute.dist.wire.placement import pack_placement
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 
@@ -93,7 +94,7 @@ def replace(message: Any, **fields: Any) -> Any:
     return replace_dataclass(message, **fields)
 
 
-def status_of(core: RankCore, **fields: Any) -> Status:
+def status_of(core: RankCore, **fields: Any) -> RankStatus:
     """The core's status with other fields."""
     return replace(core.status(), **fields)
 
@@ -107,11 +108,12 @@ def window_of(
     last: int = 0,
     tokens: int = 8,
     job: JobShape = JOB,
-) -> Window:
+) -> RankWindow:
     """A window whose counts are ``tokens * top_k`` a layer."""
     counts = np.zeros((job.num_layers, job.num_logical_experts), "<i8")
     counts[:, 0] = tokens * job.top_k
-    return Window(run, rank, seq, first, last, tokens, counts.tobytes())
+    last = max(last, seq - 1)  # each window has a step of its own
+    return RankWindow(run, rank, seq, first, last, tokens, counts.tobytes())
 
 
 def minimum(*vectors: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -6,13 +6,14 @@ from itertools import count
 import numpy as np
 
 from evenroute.dist.protocol.rank import RankCore
-from evenroute.dist.protocol.rebalancer import Outgoing, PlacementInfo, RebalancerConfig, RebalancerCore
+from evenroute.dist.protocol.rebalancer import RebalancerCore
+from evenroute.dist.protocol.types import Outgoing, PlacementInfo, Timeouts
 from evenroute.eplb.placement.placement import Placement
 from support.memory_store import MemoryStore
 from support.protocol_helpers import minimum, rank_core
 
 INFO = PlacementInfo(np.zeros(3, np.int64), "global", "a test")
-CONFIG = RebalancerConfig(publish_timeout_s=10.0, max_publish_timeout_s=40.0, rows_resend_s=1.0)
+CONFIG = Timeouts(publish_timeout_s=10.0, max_publish_timeout_s=40.0, rows_resend_s=1.0)
 
 
 def rebalancer(store: MemoryStore | None = None, seed: int = 1) -> RebalancerCore:

@@ -214,7 +214,7 @@ class Pair:
         if self.variant.config.softcap is not None:
             rtol += 2 * ULP * self.variant.config.softcap  # two ulp of a capped logit move exp by as much
         torch.testing.assert_close(found.weights[same], expected.weights[same], rtol=rtol, atol=1e-37)
-        if self.reference.form.form != "exact":
+        if self.reference.plan.mode.pick != "ticket":
             assert torch.equal(found.physical_ids[same], expected.physical_ids[same])
             assert torch.equal(found.local_ids[same], expected.local_ids[same])
 
@@ -229,7 +229,7 @@ class Pair:
 
     def _check_consistent(self, found: Any) -> None:
         """Outputs agree with each other: slots hold their experts, packed = ids and weights, histogram = ids."""
-        config, tables, form = self.variant.config, self.tables, self.kernel.form
+        config, tables, plan = self.variant.config, self.tables, self.kernel.plan
         top_k, shared = config.top_k, config.num_shared_experts
         physical, logical = found.physical_ids[:, :top_k].long(), found.logical_ids[:, :top_k].long()
         live = logical >= 0
@@ -237,7 +237,7 @@ class Pair:
         slots = (
             physical
             if config.shared_mode == "global"
-            else physical - physical // form.slots_per_rank * shared
+            else physical - physical // plan.slots_per_rank * shared
         )
         held = tables.physical_to_logical[1].long()[slots.clamp(min=0)]
         assert torch.equal(held[live], logical[live])
@@ -248,7 +248,7 @@ class Pair:
             assert torch.equal(found.packed_ids, (found.physical_ids << 16) | bits)
         if found.slot_histogram is not None:
             ids = found.physical_ids[found.physical_ids >= 0].long()
-            assert torch.equal(found.slot_histogram.long(), torch.bincount(ids, minlength=form.num_buckets))
+            assert torch.equal(found.slot_histogram.long(), torch.bincount(ids, minlength=plan.num_buckets))
 
 
 def same_order(keys: torch.Tensor) -> torch.Tensor:

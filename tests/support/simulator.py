@@ -29,13 +29,13 @@ from evenroute.dist.wire.messages import (
     Down,
     JobShape,
     PlacementMessage,
-    Status,
+    RankStatus,
+    RankWindow,
     Up,
-    Window,
     decode_down,
-    decode_up,
     encode,
 )
+from evenroute.dist.wire.received import decode_up
 from support.protocol_helpers import replace
 from support.simulator_history import (
     History,
@@ -412,9 +412,9 @@ class World:
 
 def _short(message: Up | Down) -> str:
     match message:
-        case Status():
+        case RankStatus():
             return f"status vote {message.vote} held {message.held} fence {message.fence} failed {message.failed}"
-        case Window():
+        case RankWindow():
             return f"window {message.seq} steps {message.first_step}..{message.last_step}"
         case PlacementMessage():
             return f"placement {message.key} of epoch {message.epoch}"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from evenroute.dist.protocol.agreement import Key
+from evenroute.dist.wire.messages import Key
 
 
 class StepRecord(NamedTuple):

@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from evenroute.dist.protocol.agreement import Action, AgreedState, Commit, Discard, Open, Reduced, Version
 from evenroute.dist.protocol.job_start import StartedJob
 from evenroute.dist.protocol.rank import RankCore
-from evenroute.dist.protocol.rebalancer import Outgoing, Phase, RebalancerCore
+from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.receipt import WindowReceipt
-from evenroute.dist.protocol.store import RankWindow, Receipt, StoreError
+from evenroute.dist.protocol.store import RankWindowRow, Receipt, StoreError
 from evenroute.dist.protocol.stream import RankStream
+from evenroute.dist.protocol.types import Outgoing, Phase
 from evenroute.dist.protocol.view import RunView
-from evenroute.dist.wire.messages import Ack, Down, JobShape, Status, Window, pack_placement
+from evenroute.dist.wire.messages import Ack, Down, JobShape, RankStatus, RankWindow
+from evenroute.dist.wire.placement import pack_placement
 from support.simulator import Parts, World
 from support.simulator_rank import SimRank
 from support.simulator_store import SimStore
@@ -236,7 +238,7 @@ def snapshot_per_rank(world: World, started: StartedJob, rank: int) -> StartedJo
 class NoResend(RankStream):
     """Sends a window once."""
 
-    def tick(self, now: float) -> list[Window]:
+    def tick(self, now: float) -> list[RankWindow]:
         return []
 
 
@@ -245,12 +247,12 @@ class MergingSent(RankStream):
 
     def add(
         self, first_step: int, last_step: int, tokens: int, counts: NDArray[np.int64], now: float
-    ) -> list[Window]:
+    ) -> list[RankWindow]:
         sent = self.in_flight
         if sent is None:
             return super().add(first_step, last_step, tokens, counts, now)
         total = np.frombuffer(sent.counts, "<i8") + counts.ravel()
-        self.in_flight = Window(
+        self.in_flight = RankWindow(
             sent.run, sent.rank, sent.seq, sent.first_step, last_step, sent.tokens + tokens, total.tobytes()
         )
         return [self.in_flight]
@@ -305,7 +307,7 @@ class NoRandomBits(RebalancerCore):
 class Unfenced(RebalancerCore):
     """Goes on though a rank is led by a higher epoch."""
 
-    def _fenced(self, status: Status) -> bool:
+    def _fenced(self, status: RankStatus, now: float) -> bool:
         return False
 
 
@@ -319,14 +321,14 @@ class NoRows(RebalancerCore):
 class UnorderedView(RunView):
     """The status that came last is the view."""
 
-    def _supersedes(self, status: Status) -> bool:
+    def _supersedes(self, status: RankStatus) -> bool:
         return True
 
 
 class Unordered(RebalancerCore):
     """Has such a view."""
 
-    def _adopt(self, status: Status) -> bool:
+    def _adopt(self, status: RankStatus) -> bool:
         adopted = super()._adopt(status)
         if self.view is not None:
             self.view.__class__ = UnorderedView
@@ -336,7 +338,7 @@ class Unordered(RebalancerCore):
 class NoToken(RebalancerCore):
     """Follows whichever run it hears."""
 
-    def _receive_status(self, peer: Any, status: Status, now: float) -> list[Outgoing]:
+    def _receive_status(self, peer: Any, status: RankStatus, now: float) -> list[Outgoing]:
         self._token = status.token
         return super()._receive_status(peer, status, now)
 
@@ -344,7 +346,7 @@ class NoToken(RebalancerCore):
 class AckFirst(WindowReceipt):
     """Acknowledges, and commits when it acts the next time."""
 
-    def store(self, batch: list[RankWindow], job: JobShape, **other: Any) -> list[Receipt]:
+    def store(self, batch: list[RankWindowRow], job: JobShape, **other: Any) -> list[Receipt]:
         waiting = getattr(self, "waiting", None)
         self.waiting = (batch, job)
         if waiting is not None:
@@ -355,7 +357,7 @@ class AckFirst(WindowReceipt):
 class NoDuplicateAck(WindowReceipt):
     """Acknowledges a window only as it is stored."""
 
-    def store(self, batch: list[RankWindow], job: JobShape, **other: Any) -> list[Receipt]:
+    def store(self, batch: list[RankWindowRow], job: JobShape, **other: Any) -> list[Receipt]:
         receipts = super().store(batch, job, **other)
         return receipts if all(receipt.stored for receipt in receipts) else []
 
@@ -363,7 +365,7 @@ class NoDuplicateAck(WindowReceipt):
 class NoAnswer(RebalancerCore):
     """Sends a version once."""
 
-    def _answer_status(self, peer: Any, status: Status, now: float) -> list[Outgoing]:
+    def _answer_status(self, peer: Any, status: RankStatus, now: float) -> list[Outgoing]:
         resent = self.counters.placements_resent
         out = super()._answer_status(peer, status, now)
         return out if self.counters.placements_resent == resent else out[:-1]

@@ -11,8 +11,8 @@ from evenroute.dist.protocol.job_start import StartedJob
 from evenroute.dist.protocol.rank import RankConfig, RankCore
 from evenroute.dist.wire.messages import (
     Down,
+    RankWindow,
     Up,
-    Window,
 )
 from support.simulator_cache import digest_of, prepare_cached, slots_of, start_version
 from support.simulator_history import (
@@ -196,7 +196,7 @@ class SimRank:
     def send(self, messages: list[Up]) -> None:
         """To the rebalancer this rank is connected to."""
         for message in messages:
-            if isinstance(message, Window):
+            if isinstance(message, RankWindow):
                 content = (message.first_step, message.last_step, message.tokens, message.counts)
                 self.world.history.seals.append(SealRecord(message.run, message.rank, message.seq, content))
             self.world.send_up(self.rank, message)

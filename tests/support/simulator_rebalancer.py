@@ -7,14 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from evenroute.dist.protocol.rebalancer import (
-    Outgoing,
-    Phase,
-    PlacementInfo,
-    RebalancerConfig,
-    RebalancerCore,
-)
-from evenroute.dist.wire.messages import Status, Up, Window
+from evenroute.dist.protocol.rebalancer import RebalancerCore
+from evenroute.dist.protocol.types import Outgoing, Phase, PlacementInfo, Timeouts
+from evenroute.dist.wire.messages import RankStatus, RankWindow, Up
 from support.simulator_history import ViewRecord
 from support.simulator_store import SimStore
 
@@ -35,7 +30,7 @@ class SimRebalancer:
         self.clock = world.draw_clock()
         self.life = world.num_lives
         world.num_lives += 1
-        config = RebalancerConfig(
+        config = Timeouts(
             publish_timeout_s=world.rng.choice([2.0, 4.0, 10.0]),
             max_publish_timeout_s=30.0,
             rows_resend_s=1.5,
@@ -58,18 +53,18 @@ class SimRebalancer:
             self.inbox.append((rank, message))
             return
         self.act(lambda: self.core.receive(rank, message, self.local_now()))
-        if isinstance(message, Status):
+        if isinstance(message, RankStatus):
             self._record_view()
 
     def thaw(self) -> None:
         """Go on with whatever came meanwhile; windows in one transaction."""
         self.frozen = False
         waiting, self.inbox = self.inbox, []
-        windows = [(rank, message) for rank, message in waiting if isinstance(message, Window)]
+        windows = [(rank, message) for rank, message in waiting if isinstance(message, RankWindow)]
         if windows:
             self.act(lambda: self.core.receive_windows(windows))
         for rank, message in waiting:
-            if not isinstance(message, Window):
+            if not isinstance(message, RankWindow):
                 self.on_message(rank, message)
 
     def _record_view(self) -> None:

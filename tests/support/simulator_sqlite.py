@@ -8,19 +8,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from evenroute.dist.protocol.store import RankWindow, Receipt, StoreError
-from evenroute.dist.rebalancer.process import CoreStore
+from evenroute.dist.protocol.store import RankWindowRow, Receipt, StoreError
 from evenroute.dist.wire.messages import JobShape
+from evenroute.eplb.store.writer import HistoryStore
 from support.simulator_history import History, SealRecord, WriteRecord
 
 
-class SqliteSimStore(CoreStore):
+class SqliteSimStore(HistoryStore):
     """As `SimStore`: ``contents``, ``failing``, ``missing`` and a record of all writes, over a file of its own."""
 
     def __init__(self, number: int, history: History, job: JobShape) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="evenroute-simulator-")
         self.failing = False
-        super().__init__(Path(self._folder.name) / "store.db", lambda: job)
+        super().__init__(Path(self._folder.name) / "store.db", background_checkpoint=True)
         self.number = number
         self.contents: set[tuple[int, int, int]] = set()
         self._history = history
@@ -35,7 +35,7 @@ class SqliteSimStore(CoreStore):
                 self._history.writes.append(WriteRecord(self.number, epoch, self.last_epoch(), "something"))
 
     def add_windows(  # type: ignore[override]
-        self, windows: Sequence[RankWindow], **other: Any
+        self, windows: Sequence[RankWindowRow], **other: Any
     ) -> list[Receipt]:
         receipts = super().add_windows(windows, **other)
         for receipt in receipts:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.protocol.store import RankWindow, Receipt
+from evenroute.dist.protocol.store import RankWindowRow, Receipt
 from evenroute.dist.wire.messages import JobShape
 from evenroute.eplb.placement.placement import Placement
 from support.memory_store import MemoryStore
@@ -26,7 +26,7 @@ class SimStore(MemoryStore):
         if epoch is not None:
             self._history.writes.append(WriteRecord(self.number, epoch, self.last_epoch(), what))
 
-    def add_windows(self, windows: Sequence[RankWindow], *, epoch: int, **other: Any) -> list[Receipt]:
+    def add_windows(self, windows: Sequence[RankWindowRow], *, epoch: int, **other: Any) -> list[Receipt]:
         receipts = super().add_windows(windows, epoch=epoch, **other)
         for receipt in receipts:
             if receipt.stored:

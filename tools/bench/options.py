@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from evenroute.eplb.files.counts import read_logical_count
+from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.models import MODEL_SHAPES
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology

@@ -10,17 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from statistics import mean, median
-from typing import Any
+from statistics import mean
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.files.counts import read_logical_count
+from evenroute.eplb._checks import require_one_of
+from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.full import full_placement, spill_from_nodes
@@ -30,57 +29,13 @@ from evenroute.eplb.planner.moves import MoveLimits, exact_shares, moved_placeme
 from evenroute.eplb.planner.warm_up import warm_up
 from evenroute.tools.bench.planner_baseline import greedy_plan, greedy_plan_layers_at_once
 from evenroute.tools.bench.planner_check import judge, linear_programme, moved
+from evenroute.tools.bench.planner_next import next_windows, synthetic_loads
+from evenroute.tools.bench.planner_peers import Peer, open_peers
+from evenroute.tools.bench.planner_rows import Clock, Row, at_least, at_most, note, show
+from evenroute.tools.bench.planner_skewed import decision_time, layout, sizes, skewed
 from evenroute.tools.bench.planner_time import chains, drift, stationary
 
 Loads = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One figure; ``ok`` is None where nothing was promised."""
-
-    name: str
-    value: float
-    wanted: str
-    ok: bool | None
-
-
-def at_least(name: str, value: float, least: float) -> Row:
-    return Row(name, value, f">= {least}", value >= least)
-
-
-def at_most(name: str, value: float, most: float) -> Row:
-    return Row(name, value, f"<= {most}", value <= most)
-
-
-def note(name: str, value: float) -> Row:
-    return Row(name, value, "", None)
-
-
-@dataclass
-class Clock:
-    """CPU time of all threads and wall time of repeated calls, in seconds."""
-
-    cpu: list[float]
-    wall: list[float]
-
-    @classmethod
-    def new(cls) -> Clock:
-        return cls([], [])
-
-    def time(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        wall, cpu = time.perf_counter(), time.process_time()
-        result = call(*arguments, **named)
-        self.cpu.append(time.process_time() - cpu)
-        self.wall.append(time.perf_counter() - wall)
-        return result
-
-    def ms(self, name: str) -> Iterator[Row]:
-        yield note(f"{name}, CPU ms", median(self.cpu) * 1e3)
-        yield note(f"{name}, wall ms", median(self.wall) * 1e3)
-
-    def ratio(self, name: str, base: Clock, most: float) -> Row:
-        return at_most(f"{name}: CPU time / baseline", median(self.cpu) / median(base.cpu), most)
 
 
 def score(placement: Placement, loads: Loads) -> list[float]:
@@ -238,23 +193,36 @@ def over_time(files: list[Loads], quick: bool) -> Iterator[Row]:
     yield note("stationary: least balancedness on the true loads", least)
 
 
-def show(row: Row) -> None:
-    mark = "" if row.ok is None else "ok" if row.ok else "MISSED"
-    digits = f"{row.value:.3g}" if row.value < 1e-3 or row.value >= 100 else f"{row.value:.4f}"
-    print(f"{row.name:<62} {digits:>10}  {row.wanted:<22} {mark}", flush=True)
+Section = Callable[[], Iterator[Row]]
 
 
-def run(files: list[Loads], every: int, quick: bool, as_json: bool) -> int:
+def sections(
+    files: list[Loads], every: int, quick: bool, real: bool, peers: dict[str, Callable[[], Peer]]
+) -> dict[str, Section]:
+    """What the benchmark measures, by the names of `--only`."""
+    return {
+        "full": lambda: full_plans(files),
+        "changes": lambda: changes(files, every),
+        "redundancy": lambda: redundancy(files),
+        "time": lambda: over_time(files, quick),
+        "next": lambda: next_windows(files, peers, real),
+        "layout": lambda: layout(files, real),
+        "skewed": lambda: skewed(peers),
+        "sizes": lambda: sizes(),
+        "decision": lambda: decision_time(files),
+    }
+
+
+def run(chosen: list[Section], as_json: bool) -> int:
     """Print all figures; 1 if one that was promised is missed."""
     warm_up(
         None
         if as_json
         else lambda done, total, name: print(f"compiling {done}/{total} {name}", file=sys.stderr)
     )
-    full_table(files[0], 32, 288)
     rows: list[Row] = []
-    for section in (full_plans(files), changes(files, every), redundancy(files), over_time(files, quick)):
-        for row in section:
+    for section in chosen:
+        for row in section():
             rows.append(row)
             if not as_json:
                 show(row)
@@ -267,28 +235,57 @@ def run(files: list[Loads], every: int, quick: bool, as_json: bool) -> int:
     return int(any(row.ok is False for row in rows))
 
 
+SECTIONS = ("full", "changes", "redundancy", "time", "next", "layout", "skewed", "sizes", "decision")
+ON_ANY_LOADS = (
+    "next",
+    "layout",
+    "skewed",
+    "sizes",
+    "decision",
+)  # the others promise figures of the real ones
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line of the benchmark; exit status 1 if a promised figure is missed, 2 for wrong use."""
     parser = argparse.ArgumentParser(prog="evenroute bench planner", description=__doc__)
     parser.add_argument("--data", type=Path, default=Path(__file__).resolve().parents[3] / "shared" / "data")
+    parser.add_argument("--synthetic", action="store_true", help="loads of our own making instead of --data")
+    parser.add_argument("--only", default="", help=f"sections, separated by commas: {', '.join(SECTIONS)}")
+    parser.add_argument(
+        "--peer", action="append", default=[], help="NAME=PATH: vllm or flashlb, a wheel or a source tree"
+    )
     parser.add_argument("--every", type=int, default=1, help="judge every n-th change of workload")
     parser.add_argument("--quick", action="store_true", help="shorter chains and traces")
     parser.add_argument("--json", action="store_true", dest="as_json")
     options = parser.parse_args(argv)
     try:
-        paths = sorted(options.data.glob("*.json"))
-        if len(paths) < 2 or options.every < 1:
-            raise ValueError(
-                f"--data {options.data}: {len(paths)} load files found, expected at least 2; --every >= 1"
-            )
-        files = []
-        for path in paths:
-            loads = read_logical_count(path)
-            files.append(np.ascontiguousarray(loads[loads.any(axis=1)]))
+        names = (
+            options.only.split(",") if options.only else list(ON_ANY_LOADS if options.synthetic else SECTIONS)
+        )
+        for name in names:
+            require_one_of("--only", name, SECTIONS)
+        files = synthetic_loads() if options.synthetic else _read(options.data)
+        if options.every < 1:
+            raise ValueError(f"--every {options.every}, expected >= 1")
+        peers = open_peers(options.peer)
     except (ValueError, OSError) as error:
         print(f"evenroute: error: {error}", file=sys.stderr)
         return 2
-    return run(files, options.every, options.quick, options.as_json)
+    by_name = sections(files, options.every, options.quick, not options.synthetic, peers)
+    return run([by_name[name] for name in names], options.as_json)
+
+
+def _read(folder: Path) -> list[Loads]:
+    paths = sorted(folder.glob("*.json"))
+    if len(paths) < 2:
+        raise ValueError(
+            f"--data {folder}: {len(paths)} load files found, expected at least 2 (or --synthetic)"
+        )
+    files = []
+    for path in paths:
+        loads = read_logical_count(path)
+        files.append(np.ascontiguousarray(loads[loads.any(axis=1)]))
+    return files
 
 
 if __name__ == "__main__":

@@ -19,18 +19,12 @@ from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router
 from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.settings.modes import MODES
 from evenroute.routing.tables.tables import DispatchTables
 from evenroute.tools.bench.options import parse_router
 
 EP_SIZES = {"dsv3": 32, "kimi-k2": 64, "qwen3": 32, "kimi-k3": 128}
-FORMS = {
-    "hash": ("dynamic", "hash"),
-    "exact": ("dynamic", "exact"),
-    "weighted": ("weighted", "exact"),
-    "weighted hash": ("weighted", "hash"),
-    "static": ("static", "hash"),
-    "invariant": ("rank_invariant", "hash"),
-}
+FORMS = {mode.name: (mode.dispatch, mode.deals[-1]) for mode in MODES if "own" in mode.tokens}
 INPUTS = ("typical", "zipf", "hot lane", "hot block", "ties", "nan")
 CALLS, REPLAYS = 40, 15
 

@@ -31,11 +31,16 @@ def register(app: typer.Typer) -> None:
             str | None, typer.Option(help="Between plans: seconds (60, 1.5s) or windows (4w).")
         ] = None,
         min_tokens: Annotated[int | None, typer.Option(help="Counted tokens that a plan needs.")] = None,
-        policy: Annotated[str | None, typer.Option(help="Planner policy.")] = None,
-        planner: Annotated[
-            str | None, typer.Option(help="MODULE:FUNCTION with plan_placement's signature, in its place.")
+        policy: Annotated[
+            str | None, typer.Option(help="auto, weighted, incremental, global or hierarchical.")
         ] = None,
-        num_groups: Annotated[int | None, typer.Option(help="Expert groups (hierarchical policy).")] = None,
+        planner: Annotated[
+            str | None,
+            typer.Option(help="MODULE:FUNCTION, called as plan_placement is, in place of the policy."),
+        ] = None,
+        num_groups: Annotated[
+            int | None, typer.Option(help="Expert groups; above 1 they stay on their node.")
+        ] = None,
         metrics_bind: Annotated[str | None, typer.Option(help="HOST:PORT for Prometheus.")] = None,
         ready_file: Annotated[
             str | None, typer.Option(help="JSON with the bound address, once serving.")
@@ -90,7 +95,9 @@ def register(app: typer.Typer) -> None:
             },
         )
         if check_config:
-            for warning in settings.check(try_planner=True):
+            from evenroute.dist.rebalancer.host_checks import check_host
+
+            for warning in check_host(settings, try_planner=True):
                 typer.echo(f"warning: {warning}", err=True)
             typer.echo(f"settings are good: {settings.effective()}")
             return

@@ -14,7 +14,7 @@ from evenroute.tools.errors import check_output, one_line_errors
 from evenroute.tools.report.words import one_line, short
 
 if TYPE_CHECKING:
-    from evenroute.dist.wire.control import RankRecording, RankStatus, Status
+    from evenroute.dist.wire.control import RankHealth, RankRecording, RebalancerStatus
 
 MODES = ("stat", "per_pass", "per_token")
 _LISTED = 16
@@ -143,16 +143,18 @@ def stopped(address: str, keys: Path | None, timeout_s: float) -> int:
     return 0 if all(_state(rank) == "ended" for rank in _recorders(status)) else 1
 
 
-def _recorders(status: Status) -> list[RankStatus]:
+def _recorders(status: RebalancerStatus) -> list[RankHealth]:
     """The ranks that are to record: all, or rank 0 where all see the same tokens."""
     return status.ranks[:1] if status.shared_counts else status.ranks
 
 
-def _state(rank: RankStatus) -> str:
+def _state(rank: RankHealth) -> str:
     return "" if rank.recording is None else rank.recording.state
 
 
-def _wait(address: str, keys: Path | None, timeout_s: float, done: Callable[[RankStatus], bool]) -> Status:
+def _wait(
+    address: str, keys: Path | None, timeout_s: float, done: Callable[[RankHealth], bool]
+) -> RebalancerStatus:
     """The status once all ranks are `done`, or as it is after the limit."""
     from evenroute.dist.client import ControlClient, RefusedError
     from evenroute.dist.wire.control import StatusAnswer, StatusRequest
@@ -168,12 +170,12 @@ def _wait(address: str, keys: Path | None, timeout_s: float, done: Callable[[Ran
             time.sleep(0.1)
 
 
-def _place(rank: RankStatus) -> str:
+def _place(rank: RankHealth) -> str:
     assert rank.recording is not None
     return f"{one_line(rank.recording.host)}:{one_line(rank.recording.path)}"
 
 
-def summary_lines(status: Status) -> list[str]:
+def summary_lines(status: RebalancerStatus) -> list[str]:
     """How many ranks ended their recording of passes, and what to do about those that never did; empty if all did."""
     if status.recording_mode in ("", "stat"):
         return []
@@ -196,16 +198,16 @@ def summary_lines(status: Status) -> list[str]:
     return lines
 
 
-def _never_ended(rank: RankStatus, status: Status) -> bool:
+def _never_ended(rank: RankHealth, status: RebalancerStatus) -> bool:
     state = _state(rank)
     return state == "lost" or (not status.recording and state not in _OVER)
 
 
-def _heard(rank: RankStatus) -> str:
+def _heard(rank: RankHealth) -> str:
     return "never heard" if rank.heard_s_ago is None else f"last heard {rank.heard_s_ago:.0f} s ago"
 
 
-def _rank_line(rank: RankStatus, status: Status) -> str:
+def _rank_line(rank: RankHealth, status: RebalancerStatus) -> str:
     kept = rank.recording
     if kept is None:
         if not status.recording or rank.heard_s_ago is None or rank.heard_s_ago > _SILENT_S:
@@ -230,7 +232,7 @@ def _partial_names(kept: RankRecording) -> str:
     return f".{Path(one_line(kept.path)).name.removesuffix('.evd')}*.partial"
 
 
-def rank_lines(status: Status, *, only_bad: bool = False) -> list[str]:
+def rank_lines(status: RebalancerStatus, *, only_bad: bool = False) -> list[str]:
     """One line for each rank of a recording of passes; of many ranks those with something to tell come first."""
     if status.recording_mode in ("", "stat"):
         return []
@@ -255,7 +257,7 @@ def write_dump(
     from evenroute.dist.client import read_recording
     from evenroute.eplb.dump.format import DumpHeader
     from evenroute.eplb.dump.writer import DumpWriter
-    from evenroute.eplb.loads.source import Window
+    from evenroute.eplb.loads.source import LoadWindow
 
     parts = read_recording(address, rank=rank, keys=keys, timeout_s=timeout_s)
     first = next(parts)
@@ -278,7 +280,7 @@ def write_dump(
             for window in part.windows:
                 counts = np.frombuffer(window.counts, "<i8").reshape(shape)
                 writer.add_window(
-                    Window(
+                    LoadWindow(
                         counts=counts,
                         time=window.time,
                         first_step=window.first_step,

@@ -12,7 +12,7 @@ from evenroute.tools.errors import one_line_errors
 from evenroute.tools.report.words import one_line
 
 if TYPE_CHECKING:
-    from evenroute.dist.wire.control import RankStatus, Status
+    from evenroute.dist.wire.control import RankHealth, RebalancerStatus
 
 DEGRADED = 1
 SILENT_S = 5.0  # a rank that was heard, but not for so long, is silent; as in `evenroute top`
@@ -52,18 +52,21 @@ def _share(value: float | None) -> str:
     return "no data" if value is None else f"{value:.4f}"
 
 
-def status_lines(status: Status) -> list[str]:
+def status_lines(status: RebalancerStatus) -> list[str]:
     """The status as lines of text."""
     heard = [rank for rank in status.ranks if rank.heard_s_ago is not None]
+    ended = sum(rank.ended for rank in status.ranks)
     count = status.counters
+    state = "healthy" if status.healthy else "DEGRADED"
     lines = [
-        f"{'healthy' if status.healthy else 'DEGRADED'}, {status.state}, up {status.uptime_s:.0f} s, pid {status.pid}, "
+        f"{state}, {status.state}, up {status.uptime_s:.0f} s, pid {status.pid}, "
         f"epoch {status.epoch:x}, store {one_line(status.store)}"
     ]
     lines += [f"  ! {one_line(reason)}" for reason in status.degraded]
     if not status.ep_size:
         return [*lines, "job        none heard yet"]
     errors = sum(status.plan_errors.values())
+    failed = ", ".join(f"{count} {kind}" for kind, count in sorted(status.plan_errors.items()))
     unit = "s" if status.interval_unit == "seconds" else " windows"
     silence = max((rank.heard_s_ago or 0.0 for rank in heard), default=0.0)
     silent = sum(_is_silent(rank) for rank in heard)
@@ -74,13 +77,19 @@ def status_lines(status: Status) -> list[str]:
         f"job        {one_line(status.model) or 'unnamed'}: {status.num_layers} layers, "
         f"{status.num_logical_experts} experts in {status.num_slots} slots, {status.ep_size} ranks, run {status.run:x}",
         f"ranks      {len(heard)}/{status.ep_size} heard, {f'{silent} silent, ' if silent else ''}"
+        f"{f'{ended} ended, ' if ended else ''}"
         f"the quietest {silence:.1f} s ago",
         f"version    newest {_key(status.newest)}, in use {live}",
-        f"planner    {status.plans_succeeded} plans, {errors} errors {status.plan_errors or ''}, next in "
-        f"{status.until_next_plan:.0f}{unit} of {status.interval:g}{unit}"
+        f"planner    {status.plans_succeeded} decisions, {errors} errors{f' ({failed})' if failed else ''}, "
+        + (
+            "paused"
+            if status.paused
+            else f"next in {status.until_next_plan:.0f}{unit} of {status.interval:g}{unit}"
+        )
         + ("" if status.plan_seconds is None else f", last took {status.plan_seconds:.2f} s"),
         f"balance    {_share(status.balancedness_total)} in the last interval, newest plan predicts "
         f"{_share(status.balancedness_predicted)}",
+        *([f"decision   {one_line(status.last_reason)}"] if status.last_reason else []),
         f"windows    {count.get('windows_stored', 0)} stored, {count.get('windows_duplicate', 0)} duplicate, "
         f"{count.get('windows_missing', 0)} missing, {count.get('windows_rejected', 0)} rejected",
         f"recording  {recording_text(status)}",
@@ -91,7 +100,7 @@ def status_lines(status: Status) -> list[str]:
     return lines
 
 
-def recording_text(status: Status) -> str:
+def recording_text(status: RebalancerStatus) -> str:
     """Whether a recording runs, its mode, and how it goes on the ranks."""
     text = "on" if status.recording else "off"
     if status.recording and status.recording_per_rank:
@@ -108,7 +117,7 @@ def recording_text(status: Status) -> str:
     return text + (f", {dropped:,} passes dropped" if dropped else "")
 
 
-def _recorded(rank: RankStatus) -> str:
+def _recorded(rank: RankHealth) -> str:
     """What a rank's part in a recording of passes has come to; empty without one."""
     kept = rank.recording
     if kept is None:
@@ -118,7 +127,7 @@ def _recorded(rank: RankStatus) -> str:
     return text + (f" ({one_line(kept.reason)})" if kept.reason else "")
 
 
-def _rank_lines(status: Status) -> list[str]:
+def _rank_lines(status: RebalancerStatus) -> list[str]:
     """One line for each rank with something to tell; all of them in a small job."""
     lines = []
     for rank in status.ranks:
@@ -126,7 +135,13 @@ def _rank_lines(status: Status) -> list[str]:
             rank.behind or rank.missing_windows or _is_silent(rank) or _odd(rank)
         ):
             continue
-        seen = "never heard" if rank.heard_s_ago is None else f"heard {rank.heard_s_ago:.1f} s ago"
+        seen = (
+            "ended"
+            if rank.ended
+            else "never heard"
+            if rank.heard_s_ago is None
+            else f"heard {rank.heard_s_ago:.1f} s ago"
+        )
         data = "no counts yet"
         if rank.first_step is not None:
             data = f"counts of steps {rank.first_step}..{rank.last_step} in {rank.last_seq} windows"
@@ -138,10 +153,10 @@ def _rank_lines(status: Status) -> list[str]:
     return lines
 
 
-def _is_silent(rank: RankStatus) -> bool:
-    return rank.heard_s_ago is None or rank.heard_s_ago > SILENT_S
+def _is_silent(rank: RankHealth) -> bool:
+    return not rank.ended and (rank.heard_s_ago is None or rank.heard_s_ago > SILENT_S)
 
 
-def _odd(rank: RankStatus) -> bool:
+def _odd(rank: RankHealth) -> bool:
     kept = rank.recording
     return kept is not None and bool(kept.dropped or kept.reason)

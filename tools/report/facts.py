@@ -23,6 +23,7 @@ class Settings:
     num_nodes: int | None = None
     num_slots: int | None = None
     num_experts: int | None = None
+    layout: str | None = None
     top: int = 10
     as_json: bool = False
     plan_slots: int | None = None
@@ -67,7 +68,7 @@ def source_facts(
     """What is in each source; a source that turns out damaged is a line among the errors, its sound files stay."""
     from evenroute.eplb.analysis.facts import history_facts, layer_facts, placement_only_facts
     from evenroute.eplb.analysis.facts import source_facts as known_facts
-    from evenroute.eplb.files.join import without_damaged
+    from evenroute.eplb.files.ranks import without_damaged
 
     if len(settings.windows) > 1:
         raise ValueError("--windows: more than one range needs --diff")
@@ -107,8 +108,7 @@ def source_facts(
 def _plan(history: History, settings: Settings) -> dict[str, Any]:
     """What a full plan for `--plan-slots` brings to this history's loads."""
     from evenroute.eplb.analysis.facts import named_balancedness
-    from evenroute.eplb.loads.balance import balancedness
-    from evenroute.eplb.loads.skew import RankLoadMap
+    from evenroute.eplb.loads.balance import RankLoadMap, balancedness
     from evenroute.tools.report.pictures import planned
 
     if not history.total.any():

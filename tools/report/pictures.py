@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from evenroute.eplb._io import write_beside_and_rename
 from evenroute.eplb.analysis.facts import derived_tokens, named_balancedness, placement_facts
 from evenroute.eplb.analysis.history import History, Using
-from evenroute.eplb.loads.balance import Balancedness, balancedness
-from evenroute.eplb.loads.skew import RankLoadMap, skew
-from evenroute.eplb.placement.file import write_beside_and_rename
+from evenroute.eplb.loads.balance import Balancedness, RankLoadMap, balancedness
+from evenroute.eplb.loads.skew import skew
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.plan import figure, plan_placement

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from evenroute.dist.wire.control import RankStatus, Status
+from evenroute.dist.wire.control import RankHealth, RebalancerStatus
 from evenroute.tools.report.advice import duration
 from evenroute.tools.report.text import BLOCKS, number, sparkline
 from evenroute.tools.report.words import one_line, short
@@ -36,12 +36,12 @@ class Screen:
     def __init__(self) -> None:
         self.balance: deque[float | None] = deque(maxlen=HISTORY)
         self.decisions: deque[tuple[float, str]] = deque(maxlen=DECISIONS)
-        self._last: Status | None = None
+        self._last: RebalancerStatus | None = None
         self._last_at = 0.0
         self._rates: dict[str, float] = {}
         self.unreachable: str | None = None
 
-    def feed(self, status: Status, now: float) -> None:
+    def feed(self, status: RebalancerStatus, now: float) -> None:
         """The next status; ``now`` in seconds since 1970."""
         self.unreachable = None
         if self._last is not None:
@@ -66,7 +66,7 @@ class Screen:
         if status is None:
             return Text(self.unreachable or "waiting for the first answer", style="yellow")
         parts: list[RenderableType] = [self._head(status), Text(), self._figures(status, width), Text()]
-        used = 15 + len(status.degraded) + DECISIONS
+        used = 15 + len(status.degraded) + DECISIONS + bool(status.last_reason)
         parts += [
             layer_strip(status, width),
             Text(),
@@ -76,7 +76,7 @@ class Screen:
         parts += [self._decided()]
         return Group(*parts)
 
-    def _head(self, status: Status) -> RenderableType:
+    def _head(self, status: RebalancerStatus) -> RenderableType:
         line = Text()
         if self.unreachable:
             line.append("NO ANSWER ", style="bold red")
@@ -90,7 +90,7 @@ class Screen:
         reasons = [Text(f"  ! {one_line(reason)}", style="red") for reason in status.degraded]
         return Group(line, *reasons)
 
-    def _figures(self, status: Status, width: int) -> Table:
+    def _figures(self, status: RebalancerStatus, width: int) -> Table:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column(no_wrap=True)
@@ -102,6 +102,8 @@ class Screen:
         unit = "s" if status.interval_unit == "seconds" else " windows"
         plan = f"{status.plans_succeeded} made, {sum(status.plan_errors.values())} failed, next in "
         plan += f"{status.until_next_plan:.0f}{unit}"
+        if status.paused:
+            plan = f"paused; {status.plans_succeeded} made, {sum(status.plan_errors.values())} failed"
         if status.plan_seconds is not None:
             plan += f", last took {status.plan_seconds:.2f} s"
         grid.add_row(
@@ -112,6 +114,8 @@ class Screen:
         grid.add_row("version", f"newest {key_text(status.newest)}, in use {live}")
         grid.add_row("held", held_versions(status.ranks))
         grid.add_row("plans", plan)
+        if status.last_reason:
+            grid.add_row("decision", one_line(status.last_reason))
         grid.add_row(
             "windows",
             f"{status.counters.get('windows_stored', 0):,} stored ({self._rates.get('windows_stored', 0.0):.1f}/s), "
@@ -133,7 +137,7 @@ class Screen:
         return Group(*lines)
 
 
-def recording_text(status: Status) -> str:
+def recording_text(status: RebalancerStatus) -> str:
     """What runs, and how many ranks take part where they write files of their own; empty without a recording."""
     if not status.recording:
         return ""
@@ -146,7 +150,7 @@ def recording_text(status: Status) -> str:
     return text + (f", {dropped:,} passes dropped" if dropped else "")
 
 
-def held_versions(ranks: Sequence[RankStatus]) -> str:
+def held_versions(ranks: Sequence[RankHealth]) -> str:
     """How many ranks hold which version, newest first."""
     counts = Counter(rank.held for rank in ranks if rank.heard_s_ago is not None)
     newest_first = sorted(counts.items(), reverse=True)
@@ -157,7 +161,7 @@ def held_versions(ranks: Sequence[RankStatus]) -> str:
     return ", ".join(parts) or "no rank heard yet"
 
 
-def changes(before: Status, after: Status) -> list[str]:
+def changes(before: RebalancerStatus, after: RebalancerStatus) -> list[str]:
     """What happened between two statuses, in words."""
     found = []
     if after.epoch != before.epoch:
@@ -185,8 +189,12 @@ def changes(before: Status, after: Status) -> list[str]:
     return found
 
 
-def _silent(status: Status) -> set[int]:
-    return {rank.rank for rank in status.ranks if rank.heard_s_ago is None or rank.heard_s_ago > SILENT_S}
+def _silent(status: RebalancerStatus) -> set[int]:
+    return {
+        rank.rank
+        for rank in status.ranks
+        if not rank.ended and (rank.heard_s_ago is None or rank.heard_s_ago > SILENT_S)
+    }
 
 
 def _names(ranks: set[int]) -> str:
@@ -195,7 +203,7 @@ def _names(ranks: set[int]) -> str:
     return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed[:6]))}{more}"
 
 
-def layer_strip(status: Status, width: int) -> RenderableType:
+def layer_strip(status: RebalancerStatus, width: int) -> RenderableType:
     """One character per layer (or group of layers): balancedness of the last interval."""
     values = status.balancedness_per_layer
     known = [value for value in values if value is not None]
@@ -216,7 +224,7 @@ def layer_strip(status: Status, width: int) -> RenderableType:
     return line
 
 
-def rank_map(ranks: Sequence[RankStatus], width: int, height: int) -> RenderableType:
+def rank_map(ranks: Sequence[RankHealth], width: int, height: int) -> RenderableType:
     """One cell per rank: shade = steps its counts lag, `v` = an older version, `x` = silent, `?` = never heard.
 
     More ranks than cells: a cell shows the worst of its neighbours.
@@ -249,8 +257,10 @@ def rank_map(ranks: Sequence[RankStatus], width: int, height: int) -> Renderable
     return Group(*lines, legend)
 
 
-def _mark(rank: RankStatus, newest: int) -> tuple[str, str, int]:
+def _mark(rank: RankHealth, newest: int) -> tuple[str, str, int]:
     """Character, style and rank of badness of one rank."""
+    if rank.ended:
+        return ".", "dim", 0
     if rank.heard_s_ago is None:
         return "?", "bold red", 9
     if rank.heard_s_ago > SILENT_S:

@@ -16,7 +16,7 @@ from evenroute.dist.engines.experts import SwiGluExperts
 from evenroute.dist.weights.expert_weights import ExpertWeights
 from evenroute.dist.weights.staging import layer_bytes
 from evenroute.dist.weights.weight_mover import MigrationConfig, WeightMover
-from evenroute.eplb.files.counts import read_logical_count
+from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters

@@ -26,18 +26,17 @@ from evenroute.dist.wire.messages import (
     JobShape,
     Key,
     PlacementMessage,
+    RankStatus,
     Rows,
     RowsRequest,
     Snapshot,
     SnapshotRequest,
-    Status,
     Token,
     Up,
     decode_down,
     encode,
-    pack_placement,
-    unpack_placement,
 )
+from evenroute.dist.wire.placement import pack_placement, unpack_placement
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 
@@ -166,17 +165,18 @@ class SimulatedJob:
         for window in rank.stream.add(first, first + 15, self._tokens, self.counts, now):
             self._send(rank, window)
 
-    def _status(self, rank: SimulatedRank) -> Status:
+    def _status(self, rank: SimulatedRank) -> RankStatus:
         live = self._live
         keys = np.array([live.key] * self.job.num_layers, "<i8").tobytes()
         digests = np.array(live.row_digests, "<i8").tobytes()
         held = self._versions[rank.held]
         # The agreed part counts votes; here a vote is decided whenever the live version changes.
         vote = len(self._versions) - 1
-        return Status(
+        return RankStatus(
             self.run,
             rank.rank,
             self.job,
+            self.run ^ rank.rank,  # an identity
             vote,
             rank.held,
             held.digest,

@@ -12,20 +12,20 @@ from typing import NoReturn
 
 from evenroute.dist.wire.address import parse_address
 from evenroute.dist.wire.keys import load_client_keys
-from evenroute.eplb.files.counts import read_logical_count
+from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.file import load_placement
 from evenroute.eplb.placement.models import MODEL_SHAPES, ModelShape
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.settings.modes import DISPATCH_MODES, MODES
 from evenroute.tools.errors import fail
 
 ROUTINGS = ("fake", "uniform", "round-robin", "zipf", "trace")
-DISPATCHES = ("auto", "static", "dynamic", "dynamic-hash", "rank_invariant", "weighted")
-# `tokens="shared"` allows only dispatch that is a pure function of the row (design, "Dispatch").
-SHARED_DISPATCHES = ("auto", "rank_invariant", "weighted")
+DISPATCHES = ("auto", *DISPATCH_MODES, "dynamic-hash")
+SHARED_DISPATCHES = ("auto", *dict.fromkeys(mode.dispatch for mode in MODES if "shared" in mode.tokens))
 # These follow the shares that a placement carries; the others divide an expert's tokens evenly.
-SHARE_DISPATCHES = ("auto", "weighted")
+SHARE_DISPATCHES = ("auto", *dict.fromkeys(mode.dispatch for mode in MODES if mode.weighted))
 SHARE_POLICIES = ("auto", "weighted")
 POLICIES = ("auto", "global", "hierarchical", "incremental", "weighted")
 # Fields of settings whose flag has another name, and all that have one.

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from evenroute.dist.rank.agent import AgentConfig, RankAgent, StepResult
 from evenroute.dist.weights.mover import TablesOnly
-from evenroute.eplb.files.counts import read_logical_count
+from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.file import load_placement
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.planner.warm_up import warm_up

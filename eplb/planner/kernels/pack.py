@@ -5,6 +5,7 @@
 import numpy as np
 
 from evenroute.eplb._compiled import kernel
+from evenroute.eplb.planner.kernels.two_modes import two_mode_pack
 
 
 @kernel
@@ -107,10 +108,11 @@ def pack(loads, counts, num_local, slots, slot_load, holds, rank_load):
 
 
 @kernel
-def swap_refine(num_local, slots, slot_load, holds, rank_load, max_swaps):
+def swap_refine(num_local, slots, slot_load, kinds, holds, rank_load, max_swaps):
     """Swap slots of the hottest rank with those of colder ones while the hotter of the two gets cooler.
 
-    Each round takes the swap that leaves the pair's maximum lowest. Returns the number of swaps.
+    Each round takes the swap that leaves the pair's maximum lowest; only slots of one kind are swapped. Returns the
+    number of swaps.
     """
     num_ranks = rank_load.shape[0]
     mean = rank_load.mean()
@@ -132,7 +134,7 @@ def swap_refine(num_local, slots, slot_load, holds, rank_load, max_swaps):
                 for j in range(rank * num_local, (rank + 1) * num_local):
                     shift = slot_load[i] - slot_load[j]
                     gain = min(shift, gap - shift)
-                    if gain > best_gain and not holds[hot, slots[j]]:
+                    if gain > best_gain and kinds[i] == kinds[j] and not holds[hot, slots[j]]:
                         best_gain, best_i, best_j, best_rank = gain, i, j, rank
         if best_i < 0:
             return done
@@ -153,10 +155,13 @@ def _plan_pool(loads, num_ranks, num_local, refine, slots, rank_load):
     counts = np.empty(loads.shape[0], dtype=np.int64)
     slot_load = np.empty(num_ranks * num_local)
     holds = np.empty((num_ranks, loads.shape[0]), dtype=np.bool_)
+    kinds = np.zeros(slots.shape[0], dtype=np.int8)
     replicate(loads, num_ranks * num_local, num_ranks, counts)
-    pack(loads, counts, num_local, slots, slot_load, holds, rank_load)
-    if refine:
-        swap_refine(num_local, slots, slot_load, holds, rank_load, 8 * slots.shape[0])
+    if not refine:
+        pack(loads, counts, num_local, slots, slot_load, holds, rank_load)
+        return
+    two_mode_pack(loads, counts, num_local, slots, slot_load, kinds, holds, rank_load)
+    swap_refine(num_local, slots, slot_load, kinds, holds, rank_load, 8 * slots.shape[0])
 
 
 @kernel
@@ -170,6 +175,7 @@ def full_plan(loads, num_ranks, num_slots, num_groups, num_nodes, refine, out):
     groups_per_node = num_groups // num_nodes
     slots_per_node, ranks_per_node = num_slots // num_nodes, num_ranks // num_nodes
     one_each = np.ones(num_groups, dtype=np.int64)
+    all_alike = np.zeros(num_groups, dtype=np.int8)
     node_groups = np.empty(num_groups, dtype=np.int32)
     group_slot_load = np.empty(num_groups)
     node_holds = np.empty((num_nodes, num_groups), dtype=np.bool_)
@@ -183,7 +189,15 @@ def full_plan(loads, num_ranks, num_slots, num_groups, num_nodes, refine, out):
         group_load = loads[layer].reshape(num_groups, group_size).sum(axis=1)
         pack(group_load, one_each, groups_per_node, node_groups, group_slot_load, node_holds, node_load)
         if refine:
-            swap_refine(groups_per_node, node_groups, group_slot_load, node_holds, node_load, 8 * num_groups)
+            swap_refine(
+                groups_per_node,
+                node_groups,
+                group_slot_load,
+                all_alike,
+                node_holds,
+                node_load,
+                8 * num_groups,
+            )
         for node in range(num_nodes):
             mine = np.sort(node_groups[node * groups_per_node : (node + 1) * groups_per_node])
             for k in range(groups_per_node):

@@ -121,5 +121,5 @@ def test_few_moves_on_request(loads: torch.Tensor, old: torch.Tensor) -> None:
     few = plan_maps(loads, SLOTS, 1, 1, RANKS, old, policy="incremental").physical_to_logical
     assert 0 < moved(few) < moved(full)
     assert achieved(few, loads) > achieved(old, loads)
-    with pytest.raises(ValueError, match="policy='weighted': vLLM can use full or incremental"):
-        build_policy(vllm.MapsPolicy, policy="weighted")
+    with pytest.raises(ValueError, match="policy='weighted' is not one of full, incremental"):
+        register(policy="weighted")

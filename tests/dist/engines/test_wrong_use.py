@@ -13,16 +13,14 @@ import torch.distributed as torch_dist
 from torch import nn
 
 from evenroute.dist.config import AgentConfig
-from evenroute.dist.engines import deepseek as adapter_deepseek
 from evenroute.dist.engines import vllm_policy as adapter_vllm
 from evenroute.dist.engines.torch import (
     MoeBlock,
     adapt,
     check_gate,
-    find_blocks,
     router_config_of,
-    selection_bias,
 )
+from evenroute.eplb.planner.deepseek import rebalance_experts
 from evenroute.routing.settings.config import RouterConfig
 from support import vllm_stand_in as vllm
 from support.refusals import refused
@@ -34,10 +32,6 @@ OLD = torch.arange(P).remainder(E).repeat(L, 1)
 NOT_INTEGERS = ("8", None, 1.5, 8.0, float("nan"), True, [8], torch.ones(2), 1j, 10**400)
 
 
-PLANNERS = [adapter_deepseek.rebalance_experts, adapter_vllm.plan_maps]
-
-
-@pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize(
     ("weight", "words"),
     [
@@ -54,30 +48,24 @@ PLANNERS = [adapter_deepseek.rebalance_experts, adapter_vllm.plan_maps]
         (-WEIGHT, "loads: layer 0 expert 0 is -1.0"),
     ],
 )
-def test_weights(planner: Callable[..., Any], weight: Any, words: str) -> None:
-    refused(words, lambda: planner(weight, P, 1, 1, R))
+def test_weights(weight: Any, words: str) -> None:
+    refused(words, lambda: adapter_vllm.plan_maps(weight, P, 1, 1, R))
 
 
-@pytest.mark.parametrize(
-    ("planner", "names"),
-    [
-        (PLANNERS[0], ("num_replicas", "num_groups", "num_nodes", "num_gpus")),
-        (PLANNERS[1], ("num_replicas", "num_groups", "num_nodes", "num_ranks")),
-    ],
-)
-def test_numbers(planner: Callable[..., Any], names: tuple[str, ...]) -> None:
-    good = dict(zip(names, (P, 1, 1, R), strict=True))
-    for name in names:
+def test_numbers() -> None:
+    good = {"num_replicas": P, "num_groups": 1, "num_nodes": 1, "num_ranks": R}
+    for name in good:
         for bad in NOT_INTEGERS:
-            refused(f"{name} must be", lambda: planner(WEIGHT, **{**good, name: bad}))  # noqa: B023
+            refused(f"{name} must be", lambda: adapter_vllm.plan_maps(WEIGHT, **{**good, name: bad}))  # noqa: B023
     for kind in (np.int64, np.int32, torch.tensor):
-        planner(WEIGHT, **{name: kind(value) for name, value in good.items()})
+        adapter_vllm.plan_maps(WEIGHT, **{name: kind(value) for name, value in good.items()})
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float16, torch.float8_e4m3fn])
 def test_loads_of_any_dtype_are_taken(dtype: torch.dtype) -> None:
-    for planner in PLANNERS:
-        maps = planner(WEIGHT.to(dtype).requires_grad_(dtype.is_floating_point), P, 1, 1, R)
+    weight = WEIGHT.to(dtype).requires_grad_(dtype.is_floating_point)
+    for planner in (adapter_vllm.plan_maps, rebalance_experts):
+        maps = planner(weight, P, 1, 1, R)
         assert maps[0].shape == (L, P)
         assert (maps[-1].sum(dim=1) == P).all()
 
@@ -130,14 +118,9 @@ def test_the_context_form(change: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "call"),
     [
-        *((f"policy={found}: vLLM can use", lambda bad=bad: adapter_vllm.plan_maps(WEIGHT, P, 1, 1, R, policy=bad))
-          for bad, found in ((None, "None"), (3, "3"), ([], "a list"))),
-        ("policy=3: vLLM can use", lambda: adapter_vllm.build_policy(vllm.MapsPolicy, policy=3)),
-        ("abstract must be a type, found 3", lambda: adapter_vllm.build_policy(3)),
-        ("abstract must be a type, found None", lambda: adapter_vllm.interface_form(None)),
-        ("plan_type must be a type, found 3", lambda: adapter_vllm.build_policy(vllm.ContextPolicy, plan_type=3)),
         ("name must be text, found 3", lambda: adapter_vllm.register(3)),
-        ("policy=3: vLLM can use", lambda: adapter_vllm.register(policy=3)),
+        *((f"policy={found} is not one of full, incremental", lambda bad=bad: adapter_vllm.register(policy=bad))
+          for bad, found in ((None, "None"), (3, "3"), ("auto", "'auto'"))),
         ("expected rebalance_experts or plan_rebalance",
          lambda: adapter_vllm.interface_form(type("Odd", (), {"rebalance_experts": 5}))),
     ],
@@ -188,12 +171,6 @@ def loose_experts(block: Block) -> None:
 
 def test_blocks() -> None:
     config = RouterConfig(EXPERTS, TOP_K)
-    for bad in (None, 3, torch.ones(2)):
-        refused("model must be a Module", lambda: find_blocks(bad))  # type: ignore[arg-type] # noqa: B023
-        refused("model must be a Module", lambda: router_config_of(bad))  # noqa: B023
-        refused("block must be a module with `gate`", lambda: selection_bias(bad))  # noqa: B023
-        refused("block must be a MoeBlock", lambda: check_gate(bad, config))  # type: ignore[arg-type] # noqa: B023
-        refused("config must be a RouterConfig", lambda: check_gate(MoeBlock("a", Block(Gate())), bad))  # type: ignore[arg-type] # noqa: B023
     refused(
         "a (Linear): found no `gate` and `experts`",
         lambda: check_gate(MoeBlock("a", nn.Linear(1, 1)), config),

@@ -10,7 +10,8 @@ from evenroute.dist.protocol.job_start import (
     encode_started,
 )
 from evenroute.dist.protocol.rank import RankConfig, RankCore
-from evenroute.dist.wire.messages import MessageError, Snapshot, SnapshotRequest, pack_placement
+from evenroute.dist.wire.messages import MessageError, Snapshot, SnapshotRequest
+from evenroute.dist.wire.placement import pack_placement
 from support.protocol_helpers import JOB, minimum, placement_of, replace, version_of
 
 V7 = version_of((5, 7), seed=3)
@@ -108,8 +109,3 @@ def test_a_damaged_snapshot_is_refused_and_said() -> None:
 def test_a_broadcast_that_is_not_one_is_refused() -> None:
     with pytest.raises(MessageError, match="job start"):
         decode_started(np.zeros(10, np.uint8).tobytes())
-
-
-def test_contradicting_limits_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"resend_s=3\.0"):
-        JobStartConfig(time_limit_s=2.0, resend_s=3.0)

@@ -7,7 +7,8 @@ import pytest
 from evenroute.dist.protocol.job_start import JobStartConfig, JobStartCore
 from evenroute.dist.protocol.rank import RankConfig, RankCore
 from evenroute.dist.protocol.rebalancer import RebalancerCore
-from evenroute.dist.wire.messages import JobShape, Snapshot, Window, window_counts
+from evenroute.dist.wire.messages import JobShape, RankWindow, Snapshot
+from evenroute.dist.wire.received import window_counts
 from support.protocol_helpers import JOB, placement_of, rank_core, replace
 from support.protocol_loop import Loop, rebalancer, running
 
@@ -101,7 +102,7 @@ def test_b23_a_reader_that_stands_still_costs_no_count_and_no_memory() -> None:
             counts = rng.multinomial(64 * 8, np.full(256, 1 / 256), size=58)
             total += counts
             out = [*rank.add_counts(step, step, 64, counts, now), *rank.tick(now)]
-            sent_bytes += sum(len(message.counts) for message in out if isinstance(message, Window))
+            sent_bytes += sum(len(message.counts) for message in out if isinstance(message, RankWindow))
     size = 58 * 256 * 8
     for rank in ranks:
         unsent = rank.unsent()
@@ -125,11 +126,11 @@ def test_b23_a_reader_that_stands_still_costs_no_count_and_no_memory() -> None:
 
 def test_b23_holes_are_counted_per_rank_and_a_window_with_holes_is_not_whole() -> None:
     loop = running()
-    frames: list[tuple[int, Window]] = []
+    frames: list[tuple[int, RankWindow]] = []
     for peer, rank in enumerate(loop.ranks):
         for step in range(6):
             (window,) = rank.add_counts(step, step, 8, np.full((3, 4), 4, np.int64), loop.now)
-            assert isinstance(window, Window)
+            assert isinstance(window, RankWindow)
             assert window_counts(window, JOB).sum() == 48
             frames.append((peer, window))
             rank.stream.acknowledged(window.seq, loop.now)  # a store that is lost had it

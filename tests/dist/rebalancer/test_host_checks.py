@@ -18,7 +18,8 @@ from evenroute.dist.config import (
     load_config,
     parse_interval,
 )
-from evenroute.dist.rebalancer.job_lock import FileLock, JobLock, LockHeldError
+from evenroute.dist.rebalancer.guards import FileLock, JobLock, LockHeldError
+from evenroute.dist.rebalancer.host_checks import check_host
 from evenroute.dist.wire.address import check_bind, parse_address
 from support.control_plane import child_environment
 
@@ -84,10 +85,10 @@ def test_defaults_are_in_the_dataclasses_alone():
 
 def test_contradictions_and_odd_combinations_are_told(tmp_path):
     base = {"rebalancer": {"bind": f"ipc://{tmp_path}/r.sock", "store": f"{tmp_path}/run.db"}}
-    assert load_config(None, base).check() == []
+    assert check_host(load_config(None, base)) == []
     # An interval longer than what the store keeps apart, and a disabled planner with settings.
     odd = {**base, "planner": {"interval": 7200.0, "enabled": False, "max_moves": 4}}
-    warnings = load_config(None, odd).check()
+    warnings = check_host(load_config(None, odd))
     assert any("keep_windows_s 3600 is shorter than planner.interval 7200" in w for w in warnings)
     assert any("planner.enabled is false" in w for w in warnings)
     for section, name, value, message in (
@@ -100,7 +101,7 @@ def test_contradictions_and_odd_combinations_are_told(tmp_path):
         settings = {key: dict(values) for key, values in base.items()}
         settings.setdefault(section, {})[name] = value
         with pytest.raises((ValueError, OSError), match=message):
-            load_config(None, settings).check()
+            check_host(load_config(None, settings))
 
 
 def test_intervals_in_words():
@@ -113,7 +114,7 @@ def test_intervals_in_words():
 
 def test_addresses_and_who_can_reach_them():
     for local in (
-        "ipc:///tmp/x",
+        "ipc:///tmp/no-such-evenroute.sock",
         "tcp://127.0.0.1:0",
         "tcp://localhost:1",
         "tcp://[::1]:5",
@@ -140,7 +141,7 @@ def test_the_shipped_settings_file_is_good():
 
 def test_a_second_holder_is_refused_with_the_first_ones_pid(tmp_path):
     first = JobLock([("store", tmp_path / "run.db")])
-    holder = "import sys; from evenroute.dist.rebalancer.job_lock import *; from pathlib import Path\n"
+    holder = "import sys; from evenroute.dist.rebalancer.guards import *; from pathlib import Path\n"
     holder += f"path = Path({str(tmp_path / 'run.db')!r})\n"
     holder += "try: JobLock([('store', path)])\nexcept LockHeldError as e: print(e.pid, e)"
     found = subprocess.run(
@@ -155,7 +156,9 @@ def test_a_second_holder_is_refused_with_the_first_ones_pid(tmp_path):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_take_over_ends_the_holder_also_a_frozen_one(tmp_path, frozen):
-    code = "import sys, time, signal; from evenroute.dist.rebalancer.job_lock import *; from pathlib import Path\n"
+    code = (
+        "import sys, time, signal; from evenroute.dist.rebalancer.guards import *; from pathlib import Path\n"
+    )
     code += f"lock = JobLock([('store', Path({str(tmp_path / 'run.db')!r}))])\n"
     code += "print('held', flush=True); time.sleep(60)"
     holder = subprocess.Popen(

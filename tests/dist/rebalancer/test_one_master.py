@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from evenroute.dist.config import AgentConfig, PlannerSettings, RebalancerSettings, parse_interval
-from evenroute.dist.rebalancer.job_lock import Holder, JobLock, LockHeldError, StoreLock
+from evenroute.dist.rebalancer.guards import Holder, JobLock, LockHeldError, StoreLock
 from evenroute.dist.rebalancer.log import LimitedLog
 from evenroute.dist.rebalancer.planner import check_planner
 from evenroute.dist.wire.messages import JobShape
@@ -248,7 +248,7 @@ def test_a_flood_that_goes_on_gets_fewer_and_fewer_lines(monkeypatch, caplog):
             clock.now += 1.0
             log.turn(clock.now)
             for _ in range(10):
-                log.tell(logging.WARNING, "role", "a viewer sent a rank's message; refused", limit=1)
+                log.log(logging.WARNING, "role", "a viewer sent a rank's message; refused", limit=1)
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "role: a viewer sent a rank's message; refused"
     assert lines.count(lines[0]) == 1, "the first of its kind only"
@@ -259,7 +259,7 @@ def test_a_flood_that_goes_on_gets_fewer_and_fewer_lines(monkeypatch, caplog):
     log.turn(clock.now)
     clock.now += 3600.0
     log.turn(clock.now)
-    assert log.tell(logging.WARNING, "role", "again", limit=1)
+    assert log.log(logging.WARNING, "role", "again", limit=1)
 
 
 # ----------------------------------------------------------------------------------------- settings

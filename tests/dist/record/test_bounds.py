@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenroute.dist.record.files import PassFiles
+from evenroute.dist.record.files import DumpFiles
 from evenroute.dist.wire.recording import OVER
 from evenroute.eplb.dump.reader import DumpReader
 from support.command import assert_one_line_error, evenroute
@@ -24,13 +24,13 @@ from support.pass_rank import begin, frames, last_report, order, recorder_in
 def test_a_stuck_disk_costs_passes_and_not_a_moment_of_routing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free, real = threading.Event(), PassFiles.add_tokens
+    free, real = threading.Event(), DumpFiles.add_tokens
 
-    def stuck(self: PassFiles, *arguments: object) -> None:
+    def stuck(self: DumpFiles, *arguments: object) -> None:
         assert free.wait(60)
         real(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(PassFiles, "add_tokens", stuck)
+    monkeypatch.setattr(DumpFiles, "add_tokens", stuck)
     recorder = recorder_in(tmp_path, buffer_bytes=64 * 1024)
     rank = begin(recorder)
     expected, slowest = {}, 0.0
@@ -57,13 +57,13 @@ def test_a_stuck_disk_costs_passes_and_not_a_moment_of_routing(
 def test_counts_that_wait_for_a_stuck_disk_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free, real = threading.Event(), PassFiles.add_window
+    free, real = threading.Event(), DumpFiles.add_window
 
-    def stuck(self: PassFiles, *arguments: object) -> None:
+    def stuck(self: DumpFiles, *arguments: object) -> None:
         assert free.wait(60)
         real(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(PassFiles, "add_window", stuck)
+    monkeypatch.setattr(DumpFiles, "add_window", stuck)
     recorder = recorder_in(tmp_path, buffer_bytes=4800)
     begin(recorder, order(mode="per_pass"))
     assert recorder.session is not None
@@ -121,7 +121,7 @@ def test_a_full_disk_ends_the_recording_with_its_reason(
     recorder = recorder_in(tmp_path)
     rank = begin(recorder)
     rank.forward(4)
-    monkeypatch.setattr(PassFiles, "add_tokens", full)
+    monkeypatch.setattr(DumpFiles, "add_tokens", full)
     rank.forward(4)
     wait_for(lambda: last_report(recorder).state in OVER, 10, "its end")
     rank.forward(4)

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from evenroute.dist.rebalancer.core_store import job_row
+from evenroute.dist.protocol.store import job_row
 from evenroute.dist.rebalancer.record_orders import PassOrders
 from evenroute.dist.rebalancer.recording import PassRecording, Recorder
 from evenroute.dist.wire.control import Done, RankRecording, Recorded, RecordRead, RecordStart, Refused
 from evenroute.dist.wire.recording import RecordReport
-from evenroute.eplb.store.writer import HistoryStore, RankWindow
+from evenroute.eplb.store.writer import HistoryStore, RankWindowRow
 from evenroute.tools.commands.record import rank_lines, summary_lines
 from support.fake_control import status
 from support.pass_rank import EPOCH, JOB, RUN, WANTED, View, due
@@ -97,7 +97,7 @@ def test_a_recording_that_a_lost_store_forgot_is_ended() -> None:
 
 def windows(store: HistoryStore, at: float, seq: int) -> None:
     received = [
-        RankWindow(RUN, rank, seq, 10 * seq, 10 * seq + 9, 5, np.ones((3, 8), np.int64)) for rank in (0, 1)
+        RankWindowRow(RUN, rank, seq, 10 * seq, 10 * seq + 9, 5, np.ones((3, 8), np.int64)) for rank in (0, 1)
     ]
     store.add_windows(received, epoch=EPOCH, now=at, keep_rank_detail=True)
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from evenroute.dist.record.recorder import PassRecorder, RecorderSettings
-from evenroute.dist.record.tap import PassArena, PassTap
+from evenroute.dist.record.files import RecorderSettings
+from evenroute.dist.record.recorder import RankRecorder
+from evenroute.dist.record.tap import RecordingArena, RecordingTap
 from evenroute.dist.wire.messages import JobShape
 from evenroute.dist.wire.recording import RecordOrder
 from evenroute.eplb.dump.reader import DumpReader
@@ -28,14 +29,14 @@ JOB = JobShape(4, 64, 72, 8, 1, 8, False, "gpu")
 def test_ids_leave_the_gpu_in_order_without_a_wait(tmp_path: Path) -> None:
     device = torch.device("cuda")
     settings = RecorderSettings(7, 0, JOB, tmp_path, 1 << 24, 1 << 26, 1 << 30)
-    recorder = PassRecorder(settings, lambda size: PassArena(size, device), lambda: None)
+    recorder = RankRecorder(settings, lambda size: RecordingArena(size, device), lambda: None)
     recorder.order(RecordOrder(7, 1, 5, "per_token", "x", True), 0)
     session = recorder.session
     assert session is not None
     wait_for(lambda: session.state == "recording", 30, "the recording's start")
     placement = Placement.initial(4, 64, 72, Topology(8))
     rows = [placement.row(layer) for layer in range(4)]
-    tap = PassTap(JOB, device)
+    tap = RecordingTap(JOB, device)
     generator = torch.Generator(device).manual_seed(0)
     expected = {}
     try:
@@ -73,13 +74,13 @@ def test_ids_leave_the_gpu_in_order_without_a_wait(tmp_path: Path) -> None:
 def test_a_call_inside_a_capture_records_nothing_and_says_so(tmp_path: Path) -> None:
     device = torch.device("cuda")
     settings = RecorderSettings(7, 0, JOB, tmp_path, 1 << 24, 1 << 26, 1 << 30)
-    recorder = PassRecorder(settings, lambda size: PassArena(size, device), lambda: None)
+    recorder = RankRecorder(settings, lambda size: RecordingArena(size, device), lambda: None)
     recorder.order(RecordOrder(7, 1, 5, "per_token", "x", True), 0)
     session = recorder.session
     assert session is not None
     wait_for(lambda: session.state == "recording", 30, "the recording's start")
     placement = Placement.initial(4, 64, 72, Topology(8))
-    tap = PassTap(JOB, device)
+    tap = RecordingTap(JOB, device)
     ids = torch.zeros(4, 16, 8, dtype=torch.int32, device=device)
     ids += 1
     torch.cuda.synchronize()

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from evenroute.dist.engines.experts import BlockScaledExperts, expert_mlp
-from evenroute.dist.weights.checksum import expert_checksums
 from evenroute.dist.weights.exchange import MigrationError
 from evenroute.dist.weights.expert_weights import ExpertWeights, row_bytes
 from evenroute.dist.weights.staging import StagingBuffers
+from evenroute.dist.weights.verify import expert_checksums
 from evenroute.dist.weights.weight_mover import MigrationConfig, WeightMover
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology

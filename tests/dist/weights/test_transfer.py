@@ -6,7 +6,6 @@ import itertools
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -200,14 +199,20 @@ def test_permuting_on_the_rank_sends_nothing() -> None:
     assert transfer.moved == (0, 1, 2, 3)
 
 
-def test_refuses_rows_that_do_not_fit() -> None:
-    row = np.array([0, 1, 2, 3], dtype=np.int32)
-    with pytest.raises(ValueError, match=r"\[4\] and \[3\]"):
-        plan_transfer(row, row[:3], Topology(2))
-    with pytest.raises(ValueError, match="expert 9, which no live slot holds"):
-        plan_transfer(row, np.array([0, 1, 2, 9], dtype=np.int32), Topology(2))
-    transfer = plan_transfer(row, row[::-1].copy(), Topology(2))
-    with pytest.raises(ValueError, match="chunk_bytes=100"):
-        split_chunks(transfer, expert_bytes=10, chunk_bytes=100, max_peers=1)
-    with pytest.raises(ValueError, match="max_peers=0"):
-        split_chunks(transfer, expert_bytes=10, chunk_bytes=1000, max_peers=0)
+def test_no_rank_sends_or_receives_more_than_a_chunk_may_hold() -> None:
+    """Three experts of 4,000 bytes are one too many for 10,000, whichever round comes last."""
+    live = np.arange(12, dtype=np.int32)
+    target = np.concatenate((live[6:], live[:6])).astype(np.int32)  # six rounds between two ranks
+    transfer = plan_transfer(live, target, Topology(2))
+    for chunk_bytes in (4000, 8000, 10_000, 11_999, 12_000):
+        chunks = split_chunks(transfer, expert_bytes=4000, chunk_bytes=chunk_bytes, max_peers=4)
+        for chunk in chunks:
+            sent: dict[int, int] = {}
+            for piece in chunk.pieces:
+                size = piece.stop - piece.start
+                for side in (piece.receive.source_rank, -1 - piece.receive.dest_rank):
+                    sent[side] = sent.get(side, 0) + size
+            assert max(sent.values(), default=0) <= chunk_bytes
+            assert chunk.cost <= chunk_bytes
+        assert sum(len(chunk.pieces) for chunk in chunks) == 12
+        assert len(chunks) == -(-6 // (chunk_bytes // 4000))

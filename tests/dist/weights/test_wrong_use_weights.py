@@ -14,20 +14,12 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from evenroute.dist.engines.ep_layer import EpMoeLayer, moe_reference
+from evenroute.dist.engines.ep_layer import EpMoeLayer
 from evenroute.dist.engines.experts import (
-    BlockScaledExperts,
     SwiGluExperts,
-    blocks,
-    expert_mlp,
-    grouped_mm,
-    loop_over_slots,
-    swiglu,
 )
-from evenroute.dist.weights.config import agree_on_numbers
-from evenroute.dist.weights.expert_weights import ExpertWeights, checked_rows, row_bytes
+from evenroute.dist.weights.expert_weights import ExpertWeights
 from evenroute.dist.weights.mover import TablesOnly
-from evenroute.dist.weights.staging import StagingBuffers
 from evenroute.dist.weights.weight_mover import MigrationConfig, WeightMover
 from evenroute.routing.tables.tables import DispatchTables
 from support.dist_wrong_use import E, H, I, L, floats, one_rank, placement, refused
@@ -127,31 +119,6 @@ def test_what_a_loader_gives(found: Any, words: str) -> None:
     mine.layers[1].tensors["w"].fill_(7.0)
     refused(words, lambda: mine.load(1, np.arange(E), lambda *_: found))
     assert bool((mine.layers[1].tensors["w"] == 7.0).all())
-    refused(words, lambda: checked_rows(mine.layers[1], 1, 0, found))
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"layer": L}, "layer must be in [0, 1], found 2"),
-        ({"expert": "0"}, "expert must be an integer, found '0'"),
-        ({"loader": None}, "loader must be callable"),
-        *(({"staged": bad}, "staged must be 2 tensors, found") for bad in (None, "ab", 3, [floats(1)])),
-        ({"staged": [None, None]}, "staged[0] must be a torch.Tensor, found None"),
-        ({"staged": [floats(12), floats(4)]}, "staged[0] must be uint8, found torch.float32"),
-        ({"staged": [floats(12, dtype=torch.uint8)] * 2}, "staged[1] must have shape [4], found [12]"),
-    ],
-)
-def test_staged_copies(changed: dict[str, Any], words: str) -> None:
-    good = [floats(12, dtype=torch.uint8), floats(4, dtype=torch.uint8)]
-    call = {"layer": 0, "expert": 0, "loader": rows, "staged": good}
-    weights().load_staged(**call)
-    refused(words, lambda: weights().load_staged(**{**call, **changed}))
-
-
-@pytest.mark.parametrize("bad", [*NOT_TENSORS, torch.tensor(1.0), torch.eye(2).to_sparse()])
-def test_bytes_of_rows(bad: Any) -> None:
-    refused("tensor must be dense, of one dimension or more, found", lambda: row_bytes(bad))
 
 
 # ----------------------------------------------------------------------------------------- migration
@@ -237,34 +204,15 @@ def test_methods_of_the_weight_mover(group: Any) -> None:
     mine.close()
 
 
-def test_numbers_that_ranks_agree_on(group: Any) -> None:
-    good: dict[str, Any] = {"config": MigrationConfig(), "numbers": [1, 2], "group": group, "device": "cpu"}
-    agree_on_numbers(**good)
-    for changed, words in (
-        ({"config": {}}, "config must be a MigrationConfig, found a dict"),
-        ({"numbers": None}, "numbers must be num_buffers, layers and more, found None"),
-        ({"numbers": [1]}, "numbers must be num_buffers, layers and more, found a list"),
-        ({"numbers": [1, 2.5]}, "numbers must be an integer, found 2.5"),
-        ({"group": None}, "group must be a process group, found None"),
-        ({"device": "moon"}, "device must be cpu, cuda or cuda:N, found 'moon'"),
-    ):
-        refused(words, lambda c=changed: agree_on_numbers(**{**good, **c}))
-
-
 @pytest.mark.parametrize("bad", NOT_WHOLE)
-def test_buffers_take_numbers(bad: Any) -> None:
-    refused("staging_bytes must be an integer, found", lambda: StagingBuffers(weights(), bad))
+def test_tables_alone(bad: Any) -> None:
     refused("num_buffers must be an integer, found", lambda: TablesOnly(tables(), num_buffers=bad))
-    refused("weights must be a ExpertWeights, found", lambda: StagingBuffers(bad, 1 << 20))
     refused("tables must be a DispatchTables, found", lambda: TablesOnly(bad))
 
 
 # ------------------------------------------------------------------------------------------ EP layer
 
-ENDS = torch.tensor([1, 1, 2, 2], dtype=torch.int32)
-
 GATE_UP, DOWN = floats(E, 2 * I, H), floats(E, H, I)
-EXPERTS = SwiGluExperts(GATE_UP, DOWN)
 
 
 @dataclass
@@ -275,81 +223,6 @@ class Routing:
     physical_ids: Any
     routed_scaling_factor: Any = 1.0
     scaling_applied: Any = True
-
-
-@pytest.mark.parametrize(
-    ("gate_up", "down", "words"),
-    [
-        *((bad, DOWN, "gate_up must be a torch.Tensor, found") for bad in NOT_TENSORS),
-        *((GATE_UP, bad, "down must be a torch.Tensor, found") for bad in NOT_TENSORS),
-        (floats(E, H), DOWN, "gate_up must have shape [slots, 2 I, H], found [4, 4]"),
-        (GATE_UP.int(), DOWN, "gate_up must be float32 or float16 or bfloat16 or float64, found torch.int32"),
-        (GATE_UP, DOWN.half(), "down must be float32, found torch.float16"),
-        (GATE_UP, DOWN.to("meta"), "down lies on meta, must lie on cpu"),
-        (GATE_UP.to("meta"), DOWN.to("meta"), "gate_up.device must be cpu, cuda or cuda:N, found 'meta'"),
-        (floats(0, 2, H), floats(0, H, 1), "gate_up [0, 2, 4] and down [0, 4, 1] must be"),
-    ],
-)
-def test_experts(gate_up: Any, down: Any, words: str) -> None:
-    refused(words, lambda: SwiGluExperts(gate_up, down))
-
-
-SCALED = {"gate_up": GATE_UP, "gate_up_scale": floats(E, 1, 1), "down": DOWN, "down_scale": floats(E, 1, 1)}
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        *(({name: None}, f"{name} must be a torch.Tensor, found None") for name in SCALED),
-        *(({"block": bad}, "block must be") for bad in (*NOT_WHOLE, 0, -1)),
-        *(({"dtype": bad}, "dtype must be one of | found") for bad in (None, "float32", torch.int8)),
-        ({"gate_up": floats(E, 5, H)}, "gate_up must have shape [slots, 2 I, H], found [4, 5, 4]"),
-        ({"down": floats(E, H, I + 1)}, "down must have shape [4, 4, 3], found [4, 4, 4]"),
-        ({"down_scale": floats(E, 1, 1).int()}, "down_scale must be float32 | found torch.int32"),
-    ],
-)
-def test_scaled_experts(changed: dict[str, Any], words: str) -> None:
-    refused(words, lambda: BlockScaledExperts(**{**SCALED, **changed}))
-
-
-@pytest.mark.parametrize("experts", [SwiGluExperts(GATE_UP, DOWN), BlockScaledExperts(**SCALED)])
-def test_calls_of_experts(experts: Any) -> None:
-    ends = torch.tensor([1, 1, 2, 2], dtype=torch.int32)
-    assert experts(floats(2, H), ends).shape == (2, H)
-    for mine, its, words in (
-        (None, ends, "rows must be a torch.Tensor, found None"),
-        (floats(2, H + 1), ends, "rows must have shape [M, 4], found [2, 5]"),
-        (floats(2, H, dtype=torch.float16), ends, "rows must be float32, found torch.float16"),
-        (floats(2, H, device="meta"), ends, "rows lies on meta, must lie on cpu"),
-        (floats(2, H), [1, 1, 2, 2], "ends must be a torch.Tensor, found a list"),
-        (floats(2, H), ends.long(), "ends must be int32, found torch.int64"),
-        (floats(2, H), ends[:2], "ends must have shape [4], found [2]"),
-    ):
-        refused(words, lambda m=mine, i=its: experts(m, i))
-    for bad in (*NOT_WHOLE, -1, E):
-        refused("slot must be", lambda b=bad: experts.slot(b))
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        *((lambda b=bad: swiglu(b), "gate_up must be a torch.Tensor, found") for bad in NOT_TENSORS),
-        (lambda: swiglu(floats(2, 5)), "gate_up must have shape [M, 2 I], found [2, 5]"),
-        *((lambda b=bad: blocks(b), "rows must be a torch.Tensor, found") for bad in NOT_TENSORS),
-        (lambda: blocks(floats(2, 2, 2)), "rows must have shape [M, H], found [2, 2, 2]"),
-        (lambda: expert_mlp(floats(2, H), GATE_UP[0], None), "down must be a torch.Tensor, found None"),
-        (lambda: expert_mlp(floats(2, H), floats(5, H), DOWN[0]), "gate_up must have shape [2 I, 4], found [5, 4]"),
-        (lambda: expert_mlp(floats(2, H).half(), GATE_UP[0], DOWN[0]), "gate_up must be float16, found torch.float32"),
-        (lambda: expert_mlp(floats(2, 5), GATE_UP[0], DOWN[0]), "gate_up must have shape [2 I, 5], found [6, 4]"),
-        (lambda: grouped_mm(floats(2, H), DOWN, ENDS), "weights must have shape [G, N, 4], found [4, 4, 3]"),
-        (lambda: grouped_mm(floats(2, H), GATE_UP, ENDS.long()), "ends must be int32, found torch.int64"),
-        (lambda: loop_over_slots(None, floats(2, H), ENDS), "experts must be a SwiGluExperts, found None without slot"),
-        (lambda: loop_over_slots(EXPERTS, [1.0], ENDS), "rows must be a torch.Tensor, found a list"),
-        (lambda: loop_over_slots(EXPERTS, floats(2, H), 2), "ends must be a torch.Tensor, found 2"),
-    ],
-)  # fmt: skip
-def test_functions_of_experts(call: Any, words: str) -> None:
-    refused(words, call)
 
 
 def test_shared_experts_fit_the_rows(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,35 +300,3 @@ def test_calls_of_the_layer(group: Any, monkeypatch: pytest.MonkeyPatch, tokens:
         ),
     ):
         refused(words, lambda r=rows_in, o=routing: layer(r, o))
-
-
-REFERENCE = {
-    "hidden": floats(3, H),
-    "logical_ids": torch.zeros(3, 2, dtype=torch.int64),
-    "weights": floats(3, 2),
-    "gate_up": GATE_UP,
-    "down": DOWN,
-}
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        *(
-            ({name: bad}, f"{name} must be a torch.Tensor, found")
-            for name in REFERENCE
-            for bad in (None, "x", [1.0])
-        ),
-        ({"hidden": floats(3, H, device="meta")}, "hidden must lie in memory, found a tensor on meta"),
-        ({"logical_ids": floats(3, 2)}, "logical_ids must be int32 or int64"),
-        ({"weights": floats(2, 2)}, "weights must have shape [3, 2], found [2, 2]"),
-        ({"gate_up": floats(E, 5, H)}, "gate_up must have shape [E, 2 I, 4], found [4, 5, 4]"),
-        ({"down": floats(E, H, 2)}, "down must have shape [4, 4, 3], found [4, 4, 2]"),
-        ({"down": DOWN.double()}, "down must be float32, found torch.float64"),
-        ({"shared_experts": 5}, "shared_experts must be a list of (gate_up, down), found 5"),
-        ({"factor": "1"}, "factor must be a finite number, found '1'"),
-    ],
-)
-def test_the_reference(changed: dict[str, Any], words: str) -> None:
-    assert moe_reference(**REFERENCE).shape == (3, H)
-    refused(words, lambda: moe_reference(**{**REFERENCE, **changed}))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evenroute.dist.client import ControlClient
-from evenroute.dist.rebalancer.job_lock import JobLock, LockHeldError
+from evenroute.dist.rebalancer.guards import JobLock, LockHeldError
 from evenroute.dist.wire.address import check_bind, parse_address
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.settings.config import RouterConfig

@@ -17,7 +17,7 @@ from evenroute.dist.wire.address import parse_address
 from evenroute.dist.wire.control import RecordRead, RecordStart, RecordStop
 from evenroute.dist.wire.keys import ClientKeys, generate_keys, load_client_keys, load_server_keys
 from evenroute.dist.wire.link import DealerLink
-from evenroute.dist.wire.messages import JobShape, SnapshotRequest, Window, encode
+from evenroute.dist.wire.messages import JobShape, RankWindow, SnapshotRequest, encode
 from evenroute.tools.run.simulated_job import SimulatedJob
 from support.control_plane import RebalancerProcess, child_environment, command_start_s, patience, wait_for
 
@@ -275,7 +275,7 @@ def test_windows_that_cannot_be_do_not_move_the_numbers(plain, job):
     send_within(link, [b"x"])
     sent = 0
     for fields in impossible_windows(job.run, good):
-        send_within(link, [encode(Window(**fields))])
+        send_within(link, [encode(RankWindow(**fields))])
         sent += 1
     # Types out of range never get past the decoder.
     for name, value in (("seq", 0), ("seq", -1), ("tokens", 2**41), ("first_step", -1), ("counts", "text")):
@@ -300,7 +300,7 @@ def test_windows_that_cannot_be_do_not_move_the_numbers(plain, job):
     assert after["windows_stored"] == before["windows_stored"]
     assert after["rejected_internal"] == before["rejected_internal"]
     # The true window with that very number is still welcome.
-    send_within(link, [encode(Window(job.run, 1, 1, 0, 9, 100, good))])
+    send_within(link, [encode(RankWindow(job.run, 1, 1, 0, 9, 100, good))])
     wait_for(
         lambda: plain.status().counters["windows_stored"] == before["windows_stored"] + 1, 60, "the good one"
     )

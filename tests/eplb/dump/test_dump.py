@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import struct
-import threading
 import time
 import zlib
 from pathlib import Path
@@ -19,9 +18,8 @@ import pytest
 from evenroute.eplb.dump.format import MAGIC, DumpHeader, narrow
 from evenroute.eplb.dump.partial import unfinished_of
 from evenroute.eplb.dump.reader import DumpReader, read_dump
-from evenroute.eplb.dump.recorder import DumpRecorder
 from evenroute.eplb.dump.writer import DumpWriter
-from evenroute.eplb.loads.source import PlacementEvent, Window
+from evenroute.eplb.loads.source import LoadWindow, PlacementEvent
 from evenroute.eplb.placement.placement import Placement, even_shares
 from evenroute.eplb.placement.topology import Topology
 from support.foreign_files import random_counts, random_map
@@ -34,7 +32,7 @@ TOKENS = DumpHeader(num_layers=LAYERS, num_logical_experts=EXPERTS, mode="per_to
 def write(path: Path, counts: np.ndarray, header: DumpHeader = HEADER) -> None:
     with DumpWriter(path, header) as writer:
         for step, window in enumerate(counts):
-            writer.add_window(Window(window, None, step, step))
+            writer.add_window(LoadWindow(window, None, step, step))
 
 
 def counts_of(path: Path) -> np.ndarray:
@@ -56,7 +54,7 @@ class TestContent:
         assert narrow(np.array([[1.5]])).dtype == np.float64
 
     def test_all_that_is_known_of_a_window(self, tmp_path: Path) -> None:
-        window = Window(np.ones((LAYERS, EXPERTS), np.int64), 12.5, 3, 7, 99, False, "warm")
+        window = LoadWindow(np.ones((LAYERS, EXPERTS), np.int64), 12.5, 3, 7, 99, False, "warm")
         with DumpWriter(tmp_path / "d", HEADER) as writer:
             writer.add_window(window)
         (found,) = DumpReader(tmp_path / "d").windows()
@@ -107,7 +105,7 @@ class TestRefusals:
     def test_wrong_shapes_and_modes(self, tmp_path: Path) -> None:
         with DumpWriter(tmp_path / "d", HEADER) as writer:
             with pytest.raises(ValueError, match=r"\[1, 8\]"):
-                writer.add_window(Window(np.ones((1, EXPERTS), np.int64)))
+                writer.add_window(LoadWindow(np.ones((1, EXPERTS), np.int64)))
             with pytest.raises(ValueError, match="per_token"):
                 writer.add_tokens(0, 0, np.zeros((LAYERS, 1, 1), int))
         with DumpWriter(tmp_path / "t", TOKENS) as writer:
@@ -158,7 +156,7 @@ def write_for_ever(target: Path) -> None:
         number += 1
         with DumpWriter(target, DumpHeader(num_layers=2, num_logical_experts=256)) as writer:
             for step in range(number % 7 + 1):
-                writer.add_window(Window(np.full((2, 256), number), None, step, step))
+                writer.add_window(LoadWindow(np.full((2, 256), number), None, step, step))
 
 
 class TestWholeOrNothing:
@@ -168,7 +166,7 @@ class TestWholeOrNothing:
 
         def fail() -> None:
             with DumpWriter(tmp_path / "d", HEADER) as writer:
-                writer.add_window(Window(np.ones((LAYERS, EXPERTS), np.int64)))
+                writer.add_window(LoadWindow(np.ones((LAYERS, EXPERTS), np.int64)))
                 raise RuntimeError
 
         with pytest.raises(RuntimeError):
@@ -242,129 +240,8 @@ class TestWholeOrNothing:
 
     def test_a_living_writers_file_is_left_alone(self, tmp_path: Path) -> None:
         first = DumpWriter(tmp_path / "d", HEADER)
-        first.add_window(Window(np.full((LAYERS, EXPERTS), 1)))
+        first.add_window(LoadWindow(np.full((LAYERS, EXPERTS), 1)))
         assert [found.being_written for found in unfinished_of(tmp_path / "d")] == [True]
         DumpWriter(tmp_path / "d", HEADER, replaces_left=True).close()
         first.close()
         assert counts_of(tmp_path / "d")[0, 0, 0] == 1
-
-
-def wait_until_written(recorder: DumpRecorder) -> None:
-    deadline = time.monotonic() + 10
-    while recorder.waiting_bytes and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert not recorder.waiting_bytes
-
-
-class TestRecorder:
-    def test_per_token_recording(self, tmp_path: Path) -> None:
-        recorder = DumpRecorder(TOKENS)
-        recorder.start(tmp_path / "d")
-        rng = np.random.default_rng(0)
-        passes = [rng.integers(0, EXPERTS, (LAYERS, 4, 2)) for _ in range(50)]
-        for step, ids in enumerate(passes):
-            counts = np.stack([np.bincount(row.ravel(), minlength=EXPERTS) for row in ids])
-            assert recorder.add_window(Window(counts, None, step, step, tokens=4))
-            assert recorder.add_tokens(step, 1, ids)
-        recorder.stop()
-        assert not recorder.add_tokens(99, 1, passes[0])
-        assert recorder.dump() == [tmp_path / "d"]
-        frames = list(DumpReader(tmp_path / "d").tokens())
-        assert [frame.step for frame in frames] == list(range(50))
-        assert all(np.array_equal(f.ids, ids) for f, ids in zip(frames, passes, strict=True))
-        for window, ids in zip(DumpReader(tmp_path / "d").windows(), passes, strict=True):
-            assert window.counts.sum() == ids.size
-
-    def test_commands_that_would_do_nothing_are_refused(self, tmp_path: Path) -> None:
-        """U06: dump before start, stop without start, start twice, dump with recording off: each with its reason."""
-        recorder = DumpRecorder(HEADER)
-        with pytest.raises(ValueError, match="no recording was started"):
-            recorder.dump()
-        with pytest.raises(ValueError, match="not started"):
-            recorder.stop()
-        recorder.start(tmp_path / "d")
-        with pytest.raises(ValueError, match="runs already"):
-            recorder.start(tmp_path / "e")
-        recorder.stop()
-        with pytest.raises(ValueError, match="no pass came"):
-            recorder.dump()
-        assert not (tmp_path / "d").exists()
-        assert not list(tmp_path.iterdir())
-
-    def test_a_slow_disk_stops_it_with_one_message_and_bounded_memory(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """B33: at the buffer's limit there is one message, routing goes on, what was recorded is kept."""
-        gate = threading.Event()
-        real = DumpWriter.add_window
-
-        def slow(self: DumpWriter, window: Window) -> None:
-            gate.wait(10)
-            real(self, window)
-
-        monkeypatch.setattr(DumpWriter, "add_window", slow)
-        told: list[str] = []
-        size = LAYERS * EXPERTS * 8
-        recorder = DumpRecorder(HEADER, max_buffer_bytes=10 * size, on_stop=told.append)
-        recorder.start(tmp_path / "d")
-        window = Window(np.ones((LAYERS, EXPERTS), np.int64))
-        kept = [recorder.add_window(window) for _ in range(1000)]
-        assert recorder.waiting_bytes <= 10 * size
-        assert kept.count(True) == 10
-        assert len(told) == 1
-        assert "wait for the disk" in told[0]
-        gate.set()
-        recorder.dump()
-        reader = DumpReader(tmp_path / "d")
-        assert reader.totals.num_windows == 10
-        assert any("stopped early" in note for note in reader.totals.notes)
-
-    def test_a_full_file_stops_or_rotates(self, tmp_path: Path) -> None:
-        window = Window(np.ones((LAYERS, EXPERTS), np.int64))
-        told: list[str] = []
-        recorder = DumpRecorder(HEADER, max_file_bytes=500, on_stop=told.append)
-        recorder.start(tmp_path / "d")
-        for _ in range(100):
-            recorder.add_window(window)
-            wait_until_written(recorder)
-        assert told == ["the file has reached 500 bytes"]
-        recorder.dump()
-        assert 1 <= DumpReader(tmp_path / "d").totals.num_windows < 20
-
-        recorder = DumpRecorder(HEADER, max_file_bytes=500, rotate=True)
-        recorder.start(tmp_path / "r")
-        for _ in range(100):
-            assert recorder.add_window(window)
-        paths = recorder.dump()
-        assert len(paths) > 5
-        assert sum(DumpReader(path).totals.num_windows for path in paths) == 100
-
-    def test_a_disk_error_is_told_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def full(self: DumpWriter, window: Window) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(DumpWriter, "add_window", full)
-        told: list[str] = []
-        recorder = DumpRecorder(HEADER, on_stop=told.append)
-        recorder.start(tmp_path / "d")
-        for _ in range(20):
-            recorder.add_window(Window(np.ones((LAYERS, EXPERTS), np.int64)))
-            wait_until_written(recorder)
-        assert len(told) == 1
-        assert "No space left" in told[0]
-        with pytest.raises(ValueError, match="No space left"):
-            recorder.dump()
-
-    def test_discard_leaves_nothing(self, tmp_path: Path) -> None:
-        recorder = DumpRecorder(HEADER)
-        recorder.start(tmp_path / "d")
-        recorder.add_window(Window(np.ones((LAYERS, EXPERTS), np.int64)))
-        recorder.discard()
-        recorder.discard()
-        assert not list(tmp_path.iterdir())
-
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-    def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
-        tmp_path.chmod(0o500)
-        with pytest.raises(OSError, match="Permission"):
-            DumpRecorder(HEADER).start(tmp_path / "d")

@@ -13,10 +13,9 @@ import pytest
 from evenroute.eplb.dump.format import DumpHeader
 from evenroute.eplb.dump.writer import DumpWriter
 from evenroute.eplb.files.open import open_sources
-from evenroute.eplb.loads.source import LoadSource, PlacementEvent, Window
-from evenroute.eplb.placement.file import save_placement
+from evenroute.eplb.loads.source import LoadSource, LoadWindow, PlacementEvent
+from evenroute.eplb.placement.file import save_placement, update_placement_set
 from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.placement.set import update_placement_set
 from evenroute.eplb.placement.topology import Topology
 from support.foreign_files import (
     ascend_map,
@@ -61,7 +60,7 @@ def dump(folder: Path) -> Path:
     with DumpWriter(folder / "a.evd", header) as writer:
         writer.add_placement(PlacementEvent(Placement(ROWS, 8, Topology(4))))
         for window in COUNTS:
-            writer.add_window(Window(window))
+            writer.add_window(LoadWindow(window))
         writer.add_tokens(0, 0, np.zeros((3, 2, 2), int))
     return folder / "a.evd"
 

@@ -6,7 +6,8 @@ import pytest
 from evenroute.eplb.loads.balance import balancedness, rank_loads
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.eplb.planner.policy import PolicySettings, RebalancePolicy
+from evenroute.eplb.planner.cost import TimeCosts
+from evenroute.eplb.planner.policy import PolicySettings, RebalancePolicy, answer
 
 
 def skewed(random: np.random.Generator, layers: int, experts: int) -> np.ndarray:
@@ -74,3 +75,94 @@ def test_without_uneven_shares_the_plans_are_even() -> None:
         if decision.plan is not None:
             placement = decision.plan.placement
         assert placement.shares is None
+
+
+def alternating(random: np.random.Generator, windows: int, layers: int = 3):
+    kinds = [skewed(random, layers, 64), skewed(random, layers, 64)]
+    for window in range(windows):
+        truth = kinds[window % 2]
+        yield random.multinomial(10**6, truth), kinds[(window + 1) % 2]
+
+
+def test_alternating_traffic_is_balanced_for_the_next_window_not_for_the_last() -> None:
+    policy = RebalancePolicy(Topology(8), 72)
+    placement = Placement.initial(3, 64, 72, Topology(8))
+    following, moved = [], []
+    for counts, truth in alternating(np.random.default_rng(4), 24):
+        decision = policy.decide(counts, placement)
+        moved.append(0 if decision.plan is None else int(decision.plan.moves.sum()))
+        placement = placement if decision.plan is None else decision.plan.placement
+        following.append(balancedness(rank_loads(truth, placement)).mean)
+    assert min(following[10:]) > 0.98
+    assert sum(moved[4:]) <= 0.02 * 20 * 3 * 72
+
+
+def test_moves_keep_to_the_budget_over_any_twenty_windows() -> None:
+    random = np.random.default_rng(5)
+    settings = PolicySettings(max_move_fraction=0.03)
+    policy = RebalancePolicy(Topology(8), 72, settings)
+    policy.skip_start()
+    placement = Placement.initial(2, 64, 72, Topology(8))
+    moved = []
+    for _ in range(30):
+        decision = policy.decide(random.multinomial(10**6, skewed(random, 2, 64)), placement)
+        if decision.plan is not None:
+            moved.append(int(decision.plan.moves.sum()))
+            placement = decision.plan.placement
+        else:
+            moved.append(0)
+    whole = 0.03 * 2 * 72
+    assert max(moved) <= 4 * whole
+    assert max(moved) > whole, "a change of traffic is answered with more than one window's budget"
+    assert all(sum(moved[first : first + 20]) <= 20 * whole for first in range(11))
+
+
+def test_moves_must_save_more_time_than_they_cost_and_the_reason_says_whose_figures() -> None:
+    def decide(settings: PolicySettings):
+        random = np.random.default_rng(6)
+        policy = RebalancePolicy(Topology(8), 72, settings)
+        policy.skip_start()
+        placement = Placement.initial(2, 64, 72, Topology(8))
+        return policy.decide(random.multinomial(10**6, skewed(random, 2, 64)), placement)
+
+    by_default = decide(PolicySettings())
+    assert by_default.action == "moves"
+    assert "(default figures)" in by_default.reason
+    measured = decide(PolicySettings(costs=TimeCosts(seconds_per_slot=1e-4, source="measured")))
+    assert measured.action == "moves"
+    assert "(measured figures)" in measured.reason
+    slow = TimeCosts(seconds_per_slot=60.0, source="measured")
+    assert decide(PolicySettings(costs=slow, life_seconds=1.0)).action in ("shares", "stay")
+
+
+def test_a_process_without_memory_answers_as_decide_does_and_memory_is_rebuilt_from_windows() -> None:
+    seen = [counts for counts, _ in alternating(np.random.default_rng(7), 6)]
+    start = Placement.initial(3, 64, 72, Topology(8))
+    whole, parts = RebalancePolicy(Topology(8), 72), RebalancePolicy(Topology(8), 72)
+    placement = start
+    for counts in seen:
+        decision = whole.decide(counts, placement)
+        question = parts.observe(counts, placement)
+        assert question is not None
+        other = answer(question, placement, parts.settings)
+        parts.settle(other)
+        assert (other.action, other.reason) == (decision.action, decision.reason)
+        placement = placement if decision.plan is None else decision.plan.placement
+        assert other.plan is None or other.plan.placement.digest() == placement.digest()
+    restarted = RebalancePolicy(Topology(8), 72)
+    restarted.remember(seen)
+    for old, new in zip(whole.memory.forecast(), restarted.memory.forecast(), strict=True):
+        assert np.array_equal(old, new)
+
+
+def test_hierarchical_settings_keep_groups_on_nodes() -> None:
+    random = np.random.default_rng(8)
+    topology = Topology(8, 2)
+    policy = RebalancePolicy(topology, 80, PolicySettings(hierarchical=True, num_groups=4))
+    placement = Placement.initial(2, 64, 80, topology)
+    for _ in range(4):
+        decision = policy.decide(random.multinomial(10**6, skewed(random, 2, 64)), placement)
+        placement = placement if decision.plan is None else decision.plan.placement
+        group = (placement.physical_to_logical // 16).reshape(2, 2, -1)
+        for layer in group:
+            assert not set(layer[0].tolist()) & set(layer[1].tolist())

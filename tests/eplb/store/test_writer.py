@@ -18,7 +18,7 @@ from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.store.writer import (
     HistoryStore,
     JobRow,
-    RankWindow,
+    RankWindowRow,
     StaleEpochError,
     StoreError,
     StoreReader,
@@ -40,7 +40,7 @@ def store(tmp_path):
 def window(rank, seq, first, last, value=1, run=7):
     counts = np.full((L, E), value, np.int64)
     counts[0, rank] += seq
-    return RankWindow(run, rank, seq, first, last, value * E // 2, counts)
+    return RankWindowRow(run, rank, seq, first, last, value * E // 2, counts)
 
 
 def test_each_window_is_counted_once(store):
@@ -162,7 +162,7 @@ def test_a_run_keeps_its_shape_and_another_run_may_have_another(store):
         store.set_job(7, wide, epoch=5, now=1.0)
     store.set_job(8, wide, epoch=5, now=2.0)
     store.add_windows([window(0, 1, 0, 9)], epoch=5, now=1.0)
-    store.add_windows([RankWindow(8, 0, 1, 0, 9, 5, np.ones((L, 16), np.int64))], epoch=5, now=2.0)
+    store.add_windows([RankWindowRow(8, 0, 1, 0, 9, 5, np.ones((L, 16), np.int64))], epoch=5, now=2.0)
     assert [row.counts.shape for row in store.windows()] == [(L, E), (L, 16)]
     assert store.job() == wide
     assert store.job(7) == JOB
@@ -267,7 +267,7 @@ def test_a_full_disk_is_an_error_and_the_transaction_is_undone(store):
 
 WRITER = """
 import sys, numpy as np
-from evenroute.eplb.store.writer import HistoryStore, JobRow, RankWindow
+from evenroute.eplb.store.writer import HistoryStore, JobRow, RankWindowRow
 store = HistoryStore(sys.argv[1])
 epoch = store.last_epoch() + 1
 store.begin_epoch(epoch, pid=1, now=0.0)
@@ -275,7 +275,7 @@ store.set_job(7, JobRow("m", "prefill", 3, 8, 10, 1, 1, 4, False), epoch=epoch, 
 seq = store.last_seq(7, 0)
 while True:
     seq += 1
-    window = RankWindow(7, 0, seq, seq, seq, 1, np.ones((3, 8), np.int64))
+    window = RankWindowRow(7, 0, seq, seq, seq, 1, np.ones((3, 8), np.int64))
     store.add_windows([window], epoch=epoch, now=float(seq))
     print(seq, flush=True)
 """

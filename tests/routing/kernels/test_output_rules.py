@@ -223,7 +223,7 @@ def test_pointers_are_stable(backend: str) -> None:
     router = make(RouterConfig(8, 2), backend, slots=12, ranks=4, dispatch="dynamic")
     tables, counters = router.tables, router.counters
     assert counters.tickets is not None
-    held = (tables.storage, tables.replica_slot, counters.counts, counters.tickets, router.form.seed)
+    held = (tables.storage, tables.replica_slot, counters.counts, counters.tickets, router.plan.seed)
     before = [tensor.data_ptr() for tensor in held]
     route(router, seeded(3, 8))
     counters.take()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from evenroute.routing.counters import count_copies
-from evenroute.routing.kernels import plan as launch_plan
 from evenroute.routing.kernels.plan import (
     bound_layout,
     list_depth,
@@ -16,6 +13,7 @@ from evenroute.routing.kernels.plan import (
     plan_launch,
     supports_groups,
 )
+from evenroute.routing.kernels.types import LaunchPlan
 from evenroute.routing.settings.config import RouterConfig
 from support.interpreted import BACKEND, DEVICE
 from support.route_checks import Pair, Variant, draw_case
@@ -42,22 +40,23 @@ SHAPES = [
 @pytest.mark.parametrize("rows", [1, 256, 257, 8192, 1 << 20])
 def test_plan_covers_every_expert_and_group(config: RouterConfig, rows: int) -> None:
     plan = plan_launch(config, rows)
-    assert plan.chunks * 4 * 32 >= config.num_experts
+    layout = plan.layout
+    assert layout.chunks * 4 * 32 >= config.num_experts
     if config.grouped:
-        assert plan.group_pad >= config.num_experts // config.num_groups
-        assert plan.group_lanes * config.num_groups <= 32
-        assert plan.group_lanes * plan.chunks * 4 == plan.group_pad
+        assert layout.group_pad >= config.num_experts // config.num_groups
+        assert layout.group_lanes * config.num_groups <= 32
+        assert layout.group_lanes * layout.chunks * 4 == layout.group_pad
     if plan.coded:
         assert config.num_experts <= 256
-        assert plan.chunks == 1 or plan.group_pad * config.topk_group <= 128
+        assert layout.chunks == 1 or layout.group_pad * config.topk_group <= 128
     if plan.sort_bound:
         assert (plan.segments, config.top_k) == (2, 16)
     if plan.depth == 0:
-        assert plan.segments <= plan.chunks
+        assert plan.segments <= layout.chunks
         assert 32 * plan.slots >= config.top_k
     else:
         assert plan.depth <= max(config.top_k, 4)
-    assert plan.rows == plan.warps, "one row a warp: sums over lanes stay in one order"
+    assert layout.rows == plan.warps, "one row a warp: sums over lanes stay in one order"
 
 
 def test_lists_rarely_run_out() -> None:
@@ -117,8 +116,8 @@ def test_every_algorithm_survives_its_worst_rows(
 ) -> None:
     """Lists that run out and candidates that do not fit: the exact fallback answers, for the whole program."""
 
-    def plan(config: RouterConfig, rows: int) -> launch_plan.LaunchPlan:
-        return replace(plan_launch(config, rows), **forced, early=early)
+    def plan(config: RouterConfig, rows: int) -> LaunchPlan:
+        return plan_launch(config, rows)._replace(**forced, early=early)
 
     monkeypatch.setattr("evenroute.routing.launch.plan_launch", plan)
     slots = -(-config.num_experts // 8) * 8

@@ -9,7 +9,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evenroute.routing.dispatch import waterfill_ranks
 from evenroute.routing.reference import (
     finish_weights,
     gather_scores,
@@ -20,6 +19,7 @@ from evenroute.routing.reference import (
     select_largest,
 )
 from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.waterfill import waterfill_ranks
 from support.interpreted import BACKEND, COMPILED, DEVICE
 from support.route_checks import FLAVOURS, Pair, draw_case, draw_logits
 from support.route_variants import OPTIONS, build_variant

@@ -18,7 +18,7 @@ from evenroute.eplb.dump.partial import unfinished_in
 from evenroute.eplb.dump.reader import DumpReader
 from evenroute.eplb.dump.writer import DumpWriter
 from evenroute.eplb.files.safetensors import write_safetensors
-from evenroute.eplb.loads.source import Window
+from evenroute.eplb.loads.source import LoadWindow
 from support.command import assert_one_line_error, evenroute
 
 L, E, STEPS = 2, 4, 20
@@ -41,7 +41,7 @@ def part(folder: Path, rank: int, number: int = 1, *, finish: bool = True) -> Pa
     writer = DumpWriter(folder / name, header)
     for step in range((number - 1) * STEPS, number * STEPS):
         counts = np.full((L, E), rank + 1) + (np.arange(E) == step % E)
-        writer.add_window(Window(counts, None, step, step, tokens=1))
+        writer.add_window(LoadWindow(counts, None, step, step, tokens=1))
     if not finish:
         return writer.abandon()
     writer.close()
@@ -232,10 +232,10 @@ from pathlib import Path
 import numpy as np
 from evenroute.eplb.dump.format import DumpHeader
 from evenroute.eplb.dump.writer import DumpWriter
-from evenroute.eplb.loads.source import Window
+from evenroute.eplb.loads.source import LoadWindow
 writer = DumpWriter(Path(sys.argv[1]), DumpHeader(num_layers=2, num_logical_experts=4))
 for step in range(3):
-    writer.add_window(Window(np.ones((2, 4), np.int64), None, step, step, tokens=1))
+    writer.add_window(LoadWindow(np.ones((2, 4), np.int64), None, step, step, tokens=1))
 print("written", flush=True)
 time.sleep(60)
 """

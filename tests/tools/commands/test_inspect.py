@@ -11,7 +11,7 @@ import pytest
 
 from evenroute.eplb.dump.format import DumpHeader
 from evenroute.eplb.dump.writer import DumpWriter
-from evenroute.eplb.loads.source import PlacementEvent, Window
+from evenroute.eplb.loads.source import LoadWindow, PlacementEvent
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from support.command import assert_one_line_error, evenroute, evenroute_without
@@ -31,7 +31,7 @@ def dump_file(path: Path, windows: np.ndarray, *, mode: str = "stat") -> Path:
     )
     with DumpWriter(path, header) as writer:
         for index, counts in enumerate(windows):
-            writer.add_window(Window(counts, float(index), index, index, tokens=7))
+            writer.add_window(LoadWindow(counts, float(index), index, index, tokens=7))
     return path
 
 
@@ -112,12 +112,12 @@ def test_time_line_and_effect_of_placements(tmp_path: Path) -> None:
     hot = np.array([[30, 10, 10, 20]])
     with DumpWriter(tmp_path / "d.evd", header) as writer:
         for step in range(4):
-            writer.add_window(Window(hot, float(step), step, step))
+            writer.add_window(LoadWindow(hot, float(step), step, step))
         writer.add_placement(
             PlacementEvent(better, 3.5, 4, 5 << 20, 1, 0.6, 0.99, 2, "global", "hot expert 0")
         )
         for step in range(4, 8):
-            writer.add_window(Window(hot, float(step), step, step))
+            writer.add_window(LoadWindow(hot, float(step), step, step))
     facts = evenroute("inspect", tmp_path / "d.evd", "--json").json["sources"][0]
     means = [point["mean"] for point in facts["balancedness_over_time"]]
     # The start holds experts 0 1 | 2 3 | 0 1: ranks carry 20, 30, 20. The new one: 25, 25, 20.
@@ -140,7 +140,7 @@ def test_the_window_of_a_switch_does_not_count_as_achieved(tmp_path: Path) -> No
         for step, counts in enumerate([[1, 1, 1, 1], [9, 1, 1, 1], [2, 2, 2, 2], [2, 2, 2, 2]]):
             if step == 1:
                 writer.add_placement(PlacementEvent(same, 0.5, 1, 1, 1))
-            writer.add_window(Window(np.array([counts]), float(step), step, step))
+            writer.add_window(LoadWindow(np.array([counts]), float(step), step, step))
     (placement,) = evenroute("inspect", tmp_path / "d.evd", "--json").json["sources"][0]["placements"]
     assert placement["num_windows"] == 3
     assert placement["achieved"] == 1.0

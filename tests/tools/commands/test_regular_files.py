@@ -13,8 +13,8 @@ import pytest
 
 from evenroute.dist.config import read_toml
 from evenroute.dist.wire.keys import load_client_keys
-from evenroute.eplb._io import check_target, open_input
-from evenroute.eplb.placement.file import load_placement, write_beside_and_rename
+from evenroute.eplb._io import check_target, open_input, write_beside_and_rename
+from evenroute.eplb.placement.file import load_placement
 from support.command import assert_one_line_error, evenroute
 
 PLAN = ["--ep-size", 2, "--num-slots", 4]

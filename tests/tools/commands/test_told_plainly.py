@@ -13,7 +13,8 @@ import pytest
 
 from evenroute.eplb.dump.format import DumpHeader
 from evenroute.eplb.dump.writer import DumpWriter
-from evenroute.eplb.loads.source import LARGEST_SUM, Window
+from evenroute.eplb.loads.decoding import LARGEST_SUM
+from evenroute.eplb.loads.source import LoadWindow
 from evenroute.tools.errors import target_name
 from support.command import assert_one_line_error, evenroute
 from support.fake_control import FakeControl, status
@@ -127,7 +128,7 @@ def test_sums_of_ranks_that_overflow_are_refused(tmp_path: Path) -> None:
     for rank in (0, 1):
         header = DumpHeader(num_layers=2, num_logical_experts=2, mode="per_pass", scope="rank", rank=rank)
         with DumpWriter(tmp_path / f"{rank}.evd", header) as writer:
-            writer.add_window(Window(np.array([[1, 1 + rank], [0, 2**62]]), first_step=0, last_step=0))
+            writer.add_window(LoadWindow(np.array([[1, 1 + rank], [0, 2**62]]), first_step=0, last_step=0))
     assert_one_line_error(evenroute("inspect", tmp_path), "layer 1 add up to more than")
 
 
@@ -206,7 +207,7 @@ def test_names_of_others_are_shown_in_one_line(tmp_path: Path) -> None:
 def test_names_in_files_are_shown_in_one_line(tmp_path: Path) -> None:
     header = DumpHeader(num_layers=1, num_logical_experts=2, model=ODD, phase=ODD, notes=[ODD])
     with DumpWriter(tmp_path / "x.evd", header) as writer:
-        writer.add_window(Window(np.array([[1, 2]])))
+        writer.add_window(LoadWindow(np.array([[1, 2]])))
     outcome = evenroute("inspect", tmp_path / "x.evd")
     assert outcome.status == 0
     assert f"note   {CLEAN}" in " ".join(outcome.out.split("  ")) or CLEAN in outcome.out

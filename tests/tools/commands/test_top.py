@@ -14,14 +14,14 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from evenroute.dist.wire.control import Status
+from evenroute.dist.wire.control import RebalancerStatus
 from evenroute.tools.report.top import Screen, changes
 from support.command import assert_one_line_error, evenroute, evenroute_without
 from support.control_plane import patience, wait_for
 from support.fake_control import FakeControl, status
 
 
-def shown(*statuses: Status, width: int = 120, height: int = 40) -> str:
+def shown(*statuses: RebalancerStatus, width: int = 120, height: int = 40) -> str:
     screen = Screen()
     for index, one in enumerate(statuses):
         screen.feed(one, 1000.0 + index)
@@ -30,7 +30,7 @@ def shown(*statuses: Status, width: int = 120, height: int = 40) -> str:
     return out.getvalue()
 
 
-def with_rank(base: Status, number: int, **changes: object) -> Status:
+def with_rank(base: RebalancerStatus, number: int, **changes: object) -> RebalancerStatus:
     ranks = list(base.ranks)
     ranks[number] = msgspec.structs.replace(ranks[number], **changes)
     return msgspec.structs.replace(base, ranks=ranks)

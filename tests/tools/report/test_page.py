@@ -11,7 +11,7 @@ import pytest
 
 from evenroute.eplb.dump.format import DumpHeader
 from evenroute.eplb.dump.writer import DumpWriter
-from evenroute.eplb.loads.source import PlacementEvent, Window
+from evenroute.eplb.loads.source import LoadWindow, PlacementEvent
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.tools.report.pictures import widened
@@ -41,7 +41,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for step in range(12):
             if step == 6:
                 writer.add_placement(PlacementEvent(start, 6.0, 6, 3, 1, 0.5, 0.9, 7, "global", "<i>why</i>"))
-            writer.add_window(Window(counts[step], float(step), step, step, tokens=100))
+            writer.add_window(LoadWindow(counts[step], float(step), step, step, tokens=100))
     return path
 
 

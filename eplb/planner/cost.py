@@ -1,0 +1,60 @@
+"""What moves and imbalance cost in time, measured by the ranks, given, or by default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evenroute.eplb._checks import describe, is_number, require_one_of
+
+SOURCES = ("default", "given", "measured")
+
+
+@dataclass(frozen=True)
+class TimeCosts:
+    """Time that moving a slot takes, and time that imbalance takes.
+
+    The defaults are one fp8 expert of DeepSeek-V3 (3 x 7168 x 2048 bytes) over half of a 400 Gbit/s link, and a step
+    of which half is the experts' time; ``source`` says where the figures come from, and reasons name it.
+
+    Attributes:
+        bytes_per_slot: weights of one expert of one layer.
+        seconds_per_slot: a rank needs to fetch one; ranks fetch side by side.
+        slowdown: part of that time that serving loses; 1: as if it stood still.
+        step_seconds: one step at perfect balance.
+        load_fraction: part of a step that grows with the hottest rank's load (in mean rank loads).
+        source: default, given or measured.
+    """
+
+    bytes_per_slot: float = 44.0e6
+    seconds_per_slot: float = 44.0e6 / 25.0e9
+    slowdown: float = 1.0
+    step_seconds: float = 0.05
+    load_fraction: float = 0.5
+    source: str = "default"
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_per_slot", "seconds_per_slot", "step_seconds", "load_fraction"):
+            value = getattr(self, name)
+            if not is_number(value) or not value > 0:
+                raise ValueError(f"{name} must be a finite number > 0, found {describe(value)}")
+        for name in ("slowdown", "load_fraction"):
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value <= 1:
+                raise ValueError(f"{name}={describe(value)}, expected a number in [0, 1]")
+        require_one_of("source", self.source, SOURCES)
+
+    def moving(self, num_moves: int, num_ranks: int) -> float:
+        """Seconds of the whole job that fetching so many slots costs."""
+        return num_moves * self.seconds_per_slot * self.slowdown / num_ranks
+
+    def saved(self, seconds: float, before: float, after: float) -> float:
+        """Seconds saved out of ``seconds`` when total balancedness (mean / hottest) goes from before to after."""
+
+        def step(balancedness: float) -> float:
+            return 1.0 - self.load_fraction + self.load_fraction / max(balancedness, 1e-9)
+
+        return seconds * (1.0 - step(after) / step(before))
+
+    def price_per_slot(self, seconds: float, num_layers: int, num_ranks: int) -> float:
+        """Balancedness of one layer that one moved slot must bring to save in ``seconds`` what it costs."""
+        return self.moving(1, num_ranks) * num_layers / (seconds * self.load_fraction)
