@@ -1,10 +1,10 @@
 """Makes the sample loads in `examples/data`: `python examples/make_loads.py [FOLDER]`. They are drawn, not recorded.
 
 Six windows of 16 MoE layers with 256 experts, top-8, 100,000 tokens each, in the form that SGLang's recorder writes
-(`{"logical_count": [layers][experts]}`). Traffic is chat, then code, then chat again, then mathematics. In every layer an
-expert's popularity is the product of three log-normal factors: one of the model (it stays), one of the kind of traffic, and
-a small drift from window to window. Their spreads are chosen so that rank loads are about as uneven as those that DeepSeek
-published for its own serving: the busiest of 32 ranks gets two to three times the mean.
+(`{"logical_count": [layers][experts]}`). Traffic is chat, then code, then chat again, then mathematics. In every layer
+an expert's popularity is the product of three log-normal factors: one of the model (it stays), one of the kind of
+traffic, and a small drift from window to window. Their spreads are chosen so that rank loads are about as uneven as
+those that DeepSeek published for its own serving: the busiest of 32 ranks gets two to three times the mean.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What inspect, replay and advise say about loads.
 
-advice     is EPLB worth it here? A verdict with its reasons as numbers
-facts      the facts `evenroute inspect` shows
+advice     is EPLB worth it here: a verdict, its reasons as numbers
+facts      the facts that `evenroute inspect` shows, as plain values
 history    one pass over a history of loads with bounded memory
-measures   what advice is made of: redundancy curves, how plans age, tokens a plan needs, what a finite
-replay     replays a history of loads through predictor
+measures   redundancy curves, how plans age, tokens that a plan needs
+replay     a history through predictor, planner, migration delay and dispatch
 """

@@ -3,5 +3,5 @@
 balance    expert loads, what they put on slots and ranks, and balancedness
 decoding   what readers of load files share
 skew       how uneven expert loads are: small vectorised figures over `[L, E]`
-source     what every load file reads into: a stream of windows with what is known about them
+source     what every load file reads into: a stream of windows
 """

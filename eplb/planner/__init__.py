@@ -2,22 +2,22 @@
 
 auto       how `auto` compares candidates: one score, one sentence
 backtest   which way of using past windows would have planned best on this job's own past
-budget     divide a budget of moves over layers
+budget     a budget of moves divided over layers
 cost       what moves and imbalance cost in time, measured by the ranks, given, or by default
 counts     full plans with even shares, made better where the greedy replica counts pack badly
-deepseek   DeepSeek's entry point (deepseek-ai/EPLB
+deepseek   `rebalance_experts`, DeepSeek's signature
 elastic    plans for a job that lost ranks or got new ones, moving as little as possible
 full       full plans from scratch: `global` and `hierarchical`
-joint      joint planning: one placement for several windows of loads at once, replica counts, slots an
+joint      one placement for several windows of loads at once
 layers     what all planners share: loads made comparable, and layers planned side by side
 locality   node-aware placement: keep tokens on their source's node where that costs no balance
 memory     what the policy remembers of past windows, and which of it the next window will be like
 moves      plans from the placement in use: few moves with even shares, exact uneven shares, and both
-plan       plans: loads in
-policy     when to plan, and how much: shares often, a few moves when they pay, a full plan only at the
+plan       `plan_placement` and `Plan`
+policy     `RebalancePolicy`: when to plan, and how much
 robust     plans for several windows at once
-warm_up    compile all planner kernels before they are needed
-windows    several windows of loads: put together into the loads to plan for, and how many tokens they
+warm_up    compiles all kernels before they are needed
+windows    several windows put together; how many tokens a plan needs
 """
 
 from evenroute.eplb.planner.plan import Plan, plan_placement

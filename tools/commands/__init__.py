@@ -1,14 +1,14 @@
 """One file for each command of `evenroute`.
 
 advise       is EPLB worth it here?
-bench        the benchmarks, each in its own `tools/bench/<name>.py` with its own flags
+bench        the benchmarks, each with its own flags
 convert      placements and loads in the form another engine reads
 inspect      what is in a store, a dump, or another engine's file
 keygen       keys for a control plane that others can reach
-pause        plans stop
+pause        plans stop until `resume`
 plan         a placement for a file of loads
 rebalancer   the process that keeps counts, plans placements and publishes them
-record       keep single windows or passes for a while, and fetch or find what was kept
+record       keep single windows or passes for a while, and fetch them
 replay       what another policy, interval or redundancy would have done on this history
 resume       plans go on
 rollback     the placement before, as a new version
