@@ -154,7 +154,8 @@ class GateRouter:
         token_marker: Tensor | None = None,
         expert_ids_by_token: Tensor | None = None,
         token_ids: Tensor | None = None,
-        count: bool = True,
+        count: bool | Tensor = True,
+        route_padding: bool = False,
         waterfill_target: Tensor | None = None,
         out: RoutingOutput | None = None,
     ) -> RoutingOutput:
@@ -197,6 +198,7 @@ class GateRouter:
             num_valid_tokens=num_valid_tokens,
             row_offset=row_offset,
             count=count,
+            route_padding=route_padding,
         )
         check_call(router.plan, call, waterfill_target, out)
         if out is None:

@@ -221,19 +221,24 @@ def route_reference(plan: RouterPlan, call: RouteCall, out: RoutingOutput) -> Ro
     """Route one batch into `out`; counts and tickets go on as the kernel's do, but counts are never kept in tickets."""
     config = plan.config
     ids, weights = choose(plan, call)
-    weights = finish_weights(weights, config)
+    if not call.keep_weights:
+        weights = finish_weights(weights, config)
     if config.column_order == "expert_id":
         ids, weights = sort_columns(ids, weights)
     valid = (ids >= 0) & (ids < config.num_experts)
+    live = torch.ones((call.num_tokens, 1), dtype=torch.bool, device=ids.device)
     if call.num_valid_tokens is not None:
-        rows = torch.arange(call.num_tokens, device=ids.device)
-        valid = valid & (rows < call.num_valid_tokens.reshape(()))[:, None]
+        live = torch.arange(call.num_tokens, device=ids.device)[:, None] < call.num_valid_tokens.reshape(())
+    routed = torch.ones_like(live) if call.route_padding else live
+    valid = valid & routed
     safe = torch.where(valid, ids, 0)
     slots = dispatch_slots(plan, call, safe, valid)
-    if call.count:
-        counted = torch.bincount(ids[valid], minlength=config.num_experts)
+    if call.count is not False:
+        counted = torch.bincount(ids[valid & live], minlength=config.num_experts)
+        if isinstance(call.count, Tensor):
+            counted = counted * (call.count.reshape(()) != 0)
         plan.counters.counts[call.layer, 0] += counted
-    _store(plan, call, out, safe, slots, weights, valid)
+    _store(plan, call, out, safe, slots, weights, valid, routed)
     return out
 
 
@@ -241,9 +246,9 @@ def choose(plan: RouterPlan, call: RouteCall) -> tuple[Tensor, Tensor]:
     """Chosen ids [T, K] int64 and their raw weights [T, K] fp32 (not yet renormalised)."""
     if call.given_ids is not None:
         assert call.given_weights is not None
-        ids = call.given_ids.long()
+        ids = call.given_ids[:, : plan.config.top_k].long()
         inside = (ids >= 0) & (ids < plan.config.num_experts)
-        return ids, torch.where(inside, call.given_weights.float().clamp(min=0.0), 0.0)
+        return ids, torch.where(inside, _given(call.given_weights[:, : plan.config.top_k]), 0.0)
     assert call.logits is not None
     scores = score_experts(call.logits, plan.config, call.bias, call.marked_bias, call.token_marker)
     if call.expert_ids_by_token is not None:
@@ -255,6 +260,11 @@ def choose(plan: RouterPlan, call: RouteCall) -> tuple[Tensor, Tensor]:
     else:
         ids = select_experts(scores.keys, plan.config)
     return ids, gather_scores(scores, ids)
+
+
+def _given(weights: Tensor) -> Tensor:
+    """Weights that a caller gave, fp32; NaN and negative ones as 0."""
+    return weights.float().nan_to_num(nan=0.0, posinf=FLOAT_MAX).clamp(min=0.0)
 
 
 def dispatch_slots(plan: RouterPlan, call: RouteCall, safe: Tensor, valid: Tensor) -> Tensor:
@@ -275,6 +285,19 @@ def dispatch_slots(plan: RouterPlan, call: RouteCall, safe: Tensor, valid: Tenso
     return tables.replica_slot[layer].long()[offset + replica]
 
 
+def _shared_columns(plan: RouterPlan, call: RouteCall, routed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers, weights and presence `[T, S]` of the shared columns: fixed, or as the caller gives them."""
+    config, shape = plan.config, (call.num_tokens, plan.config.num_shared_experts)
+    numbers = torch.arange(shape[1], device=routed.device).expand(shape)
+    full, live = torch.full(shape, config.shared_weight, device=routed.device), routed.expand(shape)
+    if call.given_ids is not None and call.given_ids.shape[1] > config.top_k:
+        assert call.given_weights is not None
+        numbers = call.given_ids[:, config.top_k :].long() - config.num_experts
+        live = live & (numbers >= 0) & (numbers < shape[1])
+        numbers, full = torch.where(live, numbers, 0), _given(call.given_weights[:, config.top_k :])
+    return numbers, full, live
+
+
 def _store(
     plan: RouterPlan,
     call: RouteCall,
@@ -283,24 +306,18 @@ def _store(
     slots: Tensor,
     weights: Tensor,
     valid: Tensor,
+    routed: Tensor,
 ) -> None:
     config, tables = plan.config, plan.tables
     shared, local_slots, per_rank = config.num_shared_experts, tables.num_local_slots, plan.slots_per_rank
-    shared_range = torch.arange(shared, device=ids.device)
+    numbers, full, live = _shared_columns(plan, call, routed)
     if config.shared_mode == "global":
-        shared_ids = tables.num_slots + shared_range
+        shared_ids = tables.num_slots + numbers
     else:
         slots = slots + slots // local_slots * shared
-        shared_ids = tables.ep_rank * per_rank + local_slots + shared_range
-    live = torch.ones((call.num_tokens, shared), dtype=torch.bool, device=ids.device)
-    if call.num_valid_tokens is not None:
-        rows = torch.arange(call.num_tokens, device=ids.device)[:, None]
-        live = live & (rows < call.num_valid_tokens.reshape(()))
+        shared_ids = tables.ep_rank * per_rank + local_slots + numbers
     valid = torch.cat((valid, live), dim=1)
-    columns = call.num_tokens, shared
-    physical = torch.cat((slots, shared_ids.expand(columns)), dim=1)
-    physical = torch.where(valid, physical, -1)
-    full = torch.full(columns, config.shared_weight, device=ids.device)
+    physical = torch.where(valid, torch.cat((slots, shared_ids), dim=1), -1)
     weights = torch.where(valid, torch.cat((weights, full), dim=1), 0.0)
     if "weights" in plan.emit:
         out.weights.copy_(weights)
@@ -308,7 +325,7 @@ def _store(
         out.physical_ids.copy_(physical)
     if "logical_ids" in plan.emit:
         assert out.logical_ids is not None
-        logical = torch.cat((ids, (config.num_experts + shared_range).expand(columns)), dim=1)
+        logical = torch.cat((ids, config.num_experts + numbers), dim=1)
         out.logical_ids.copy_(torch.where(valid, logical, -1))
     if "local_ids" in plan.emit:
         assert out.local_ids is not None
@@ -316,7 +333,7 @@ def _store(
         here = valid & (local >= 0) & (local < per_rank)
         if config.shared_mode == "global":
             # Every rank computes the shared experts of its own tokens, after its last slot.
-            local[:, config.top_k :] = local_slots + shared_range
+            local[:, config.top_k :] = local_slots + numbers
             here[:, config.top_k :] = valid[:, config.top_k :]
         out.local_ids.copy_(torch.where(here, local, -1))
     if "packed_ids" in plan.emit:

@@ -107,6 +107,7 @@ class Router:
             require_interpreter(tables.device)
         with torch.inference_mode(False):  # made under it, the seed could not be set outside
             seed = torch.zeros(1, dtype=torch.int32, device=tables.device)
+        counters.top_k = max(counters.top_k, config.top_k)
         self.config, self.tables, self.counters = config, tables, counters
         self.dispatch, self.tokens, self.backend, self.pdl = mode.dispatch, tokens, backend, pdl
         self.custom_routing_function = custom_routing_function
@@ -143,21 +144,27 @@ class Router:
         weights: Tensor | None = None,
         expert_ids_by_token: Tensor | None = None,
         token_ids: Tensor | None = None,
-        count: bool = True,
+        count: bool | Tensor = True,
+        route_padding: bool = False,
+        keep_weights: bool = False,
         waterfill_target: Tensor | None = None,
         out: RoutingOutput | None = None,
     ) -> RoutingOutput:
         """Route one batch of one layer.
 
         logits            [T, E] fp32, fp16 or bf16; None if ids are given
-        num_valid_tokens  int32 tensor of one element on the device: rows from it on are padding
+        num_valid_tokens  int32 tensor of one element on the device: rows from it on are padding, never counted
+        route_padding     padding gets valid ids, like any row, instead of -1
         row_offset        global index of row 0 (rank-invariant and hash dispatch)
         bias              [E] or [T, E], any float dtype; marked_bias [E] instead of it where token_marker [T] is true
         logical_ids, weights       [T, K] given (simulated routing, precomputed top-k) instead of scores and choice
                           Ids int32 or int64; one outside [0, E) is no choice: id -1, weight 0, not counted. Weights are
-                          renormalised and scaled like scores; NaN and negative ones (-1 as filler) count as 0
+                          renormalised and scaled like scores; NaN and negative ones (-1 as filler) count as 0.
+                          [T, K+S]: with the shared columns (ids E.. to E+S-1), which then are as given too
+        keep_weights      given weights stay as they are, neither renormalised nor scaled
         expert_ids_by_token, token_ids   [vocab, K], [T]: ids by token, weights from their scores
-        count             False leaves the counts alone (warm-up, dummy and draft passes); tickets go on
+        count             False leaves the counts alone (warm-up, dummy and draft passes); tickets go on. A tensor of
+                          one bool or integer on the device decides there, in a captured graph too: 0 is False
         waterfill_target  [R] slots that each rank should have; default: the mean, shared columns included
         out               buffers from `allocate`
 
@@ -184,6 +191,8 @@ class Router:
             num_valid_tokens,
             row_offset,
             count,
+            route_padding,
+            keep_weights,
         )
         check_call(self.plan, call, waterfill_target, out)
         if wants_gradient(call.logits, call.given_weights) and "weights" in self.plan.emit:
@@ -220,7 +229,9 @@ class Router:
         assert buffers.logical_ids is not None
         source = call.logits if call.given_weights is None else call.given_weights
         chosen = buffers.logical_ids[:, : self.config.top_k].clone()
-        weights = RoutedWeights.apply(source, buffers.weights, chosen, call.given_ids, self.config)
+        weights = RoutedWeights.apply(  # type: ignore[no-untyped-call]
+            source, buffers.weights, chosen, call.given_ids, self.config
+        )
         kept = buffers.logical_ids if "logical_ids" in emit else None
         return replace(buffers, weights=weights, logical_ids=kept, emitted=emit)
 

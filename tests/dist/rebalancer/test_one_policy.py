@@ -13,7 +13,8 @@ from evenroute.dist.config import PlannerSettings
 from evenroute.dist.rebalancer.decisions import REMEMBERED, LivePolicy, policy_settings
 from evenroute.dist.rebalancer.planner import decide_request
 from evenroute.dist.rebalancer.planner_child import decide
-from evenroute.dist.wire.messages import JobShape, unpack_placement
+from evenroute.dist.wire.messages import JobShape
+from evenroute.dist.wire.placement import unpack_placement
 from evenroute.eplb.analysis.replay import Replay, ReplaySettings
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
@@ -81,7 +82,7 @@ def test_the_daemon_decides_as_the_policy_does_also_after_a_restart(store):
 def test_what_is_remembered_is_bounded_and_of_one_shape(store):
     live = LivePolicy(store, PlannerSettings(), JOB)
     placement = Placement.initial(L, E, P, Topology(R))
-    for number, counts in enumerate(windows(REMEMBERED + 3)):
+    for counts in windows(REMEMBERED + 3):
         live.ask(counts, placement)
         live.settle("stay", "", moves=0, gain=0.0, live=placement, epoch=EPOCH)
     assert LivePolicy(store, PlannerSettings(), JOB).restore(placement) == REMEMBERED
