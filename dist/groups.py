@@ -139,7 +139,7 @@ def compare_ranks(group: ProcessGroup, what: str, mine: Mapping[str, object], *,
     store = PrefixStore(f"evenroute/compare/{name}/{number}", _get_default_store())
     rank, size = torch_dist.get_rank(group), torch_dist.get_world_size(group)
     text = json.dumps({field: str(value) for field, value in mine.items()})
-    store.set(str(rank), zlib.compress(text.encode()))
+    store.set(str(rank), zlib.compress(text.encode()))  # type: ignore[arg-type] # torch takes bytes
     limit = timedelta(seconds=limit_s)
     if rank == 0:
         names = [str(other) for other in range(size)]

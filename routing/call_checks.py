@@ -113,8 +113,9 @@ def _check_count(count: Any, device: Any) -> None:
 
 def _check_given(plan: RouterPlan, call: RouteCall) -> None:
     config, device = plan.config, plan.seed.device
-    shape, whole = (call.num_tokens, config.top_k), (call.num_tokens, config.num_columns)
-    if isinstance(call.given_ids, Tensor) and call.given_ids.shape == whole:
+    shape: tuple[int, int] = (call.num_tokens, config.top_k)
+    whole = (call.num_tokens, config.num_columns)
+    if isinstance(call.given_ids, Tensor) and tuple(call.given_ids.shape) == whole:
         shape = whole
         if config.num_shared_experts and config.shared_mode == "waterfill":
             raise ValueError("logical_ids with shared columns: shared_mode='waterfill' fills these itself")

@@ -44,8 +44,15 @@ def choose_on_host_path(config: RouterConfig, call: RouteCall) -> RouteCall:
     scores = score_experts(call.logits, config, call.bias, call.marked_bias, call.token_marker)
     ids = select_experts(scores.keys, config)
     weights = gather_scores(scores, ids)
-    chosen = {"given_ids": ids.to(torch.int32), "given_weights": weights}
-    return replace(call, logits=None, bias=None, marked_bias=None, token_marker=None, **chosen)
+    return replace(
+        call,
+        logits=None,
+        bias=None,
+        marked_bias=None,
+        token_marker=None,
+        given_ids=ids.to(torch.int32),
+        given_weights=weights,
+    )
 
 
 def _bias(tensor: Tensor) -> Tensor:

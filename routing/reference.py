@@ -3,7 +3,8 @@
 Scores, keys, choice, weights, slots and columns. The production path on CPU, the oracle of the kernels.
 
 The order of choice is that of a stable descending sort: by key, ties to the lowest id; experts whose key is NaN come
-after all others, -inf included; experts of dropped groups never. Everything is fp32, whatever the logits' dtype.
+after all others, -inf included; experts of dropped groups never. Everything is fp32, whatever the logits' dtype; scores
+below the smallest normal number, 2**-126, are 0. A row's result depends on the row alone, to the last bit.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from evenroute.routing.dispatch import (
     spans,
 )
 from evenroute.routing.output import RouteCall, RouterPlan, RoutingOutput
+from evenroute.routing.scores import row_sum, sigmoid, softcap, softmax, sqrt_softplus
 from evenroute.routing.settings.checks import (
     BIAS_DTYPES,
     MARKER_DTYPES,
@@ -32,7 +34,6 @@ from evenroute.routing.settings.checks import (
 from evenroute.routing.settings.config import MAX_EXPERTS, RouterConfig
 
 FLOAT_MAX = torch.finfo(torch.float32).max
-SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 HUGE_WEIGHT, HUGE_SHRINK = (
     2.0**120,
     2.0**-8,
@@ -64,24 +65,19 @@ def score_experts(
         ValueError: types, shapes, dtypes or devices do not fit.
     """
     _check_scored(logits, config, bias, marked_bias, token_marker)
-    # Contiguous: torch adds up rows of other strides in another order.
-    values = logits.float().contiguous().clamp(max=FLOAT_MAX)
+    values = logits.float().clamp(max=FLOAT_MAX)
     if config.scoring == "softmax":
         if config.softcap is not None:
-            capped = config.softcap * torch.tanh(values / config.softcap)
-            values = torch.where(values == -torch.inf, values, capped)
-        scores = _softmax(values)
+            values = softcap(values, config.softcap)
+        scores = softmax(values)
         base = values
         if config.bias_domain == "score" and (bias is not None or marked_bias is not None):
             base = torch.where(values.isnan(), values, scores)
     elif config.scoring == "sigmoid":
-        base = _flush(torch.sigmoid(values))
+        base = sigmoid(values)
         scores = base.nan_to_num(nan=0.0)
     else:
-        softplus = values.clamp(min=0.0) + torch.log1p(torch.exp(-values.abs()))
-        # Far below 0 it is exp(x), soon subnormal; its root is not.
-        base = torch.where(values < -20.0, torch.exp(values * 0.5), torch.sqrt(softplus))
-        base = _flush(base)
+        base = sqrt_softplus(values)
         scores = base.nan_to_num(nan=0.0)
     row_bias = _row_bias(bias, marked_bias, token_marker)
     keys = base if row_bias is None else base + row_bias
@@ -106,21 +102,6 @@ def _check_scored(
     if marked_bias is not None:
         require_tensor("marked_bias", marked_bias, (experts,), dtypes=BIAS_DTYPES, device=device)
         require_tensor("token_marker", token_marker, (rows,), dtypes=MARKER_DTYPES, device=device)
-
-
-def _softmax(values: Tensor) -> Tensor:
-    """Softmax over the experts that are not NaN; 0 for NaN and -inf, all 0 if there is no other."""
-    finite = values.nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=FLOAT_MAX)
-    largest = finite.amax(dim=-1, keepdim=True)
-    largest = torch.where(largest == -torch.inf, 0.0, largest)
-    exps = torch.exp(finite - largest)
-    total = exps.sum(dim=-1, keepdim=True)
-    return _flush(exps / torch.where(total > 0, total, 1.0))
-
-
-def _flush(values: Tensor) -> Tensor:
-    """Subnormal numbers as 0 (NaN kept): the device's exp and division flush them."""
-    return torch.where(values.abs() < SMALLEST_NORMAL, 0.0, values)
 
 
 def _row_bias(bias: Tensor | None, marked: Tensor | None, marker: Tensor | None) -> Tensor | None:
@@ -211,7 +192,7 @@ def finish_weights(weights: Tensor, config: RouterConfig) -> Tensor:
     if config.renormalize:
         shrink = torch.where((weights >= HUGE_WEIGHT).any(dim=1, keepdim=True), HUGE_SHRINK, 1.0)
         weights = weights * shrink
-        total = weights.sum(dim=1, keepdim=True)
+        total = row_sum(weights)
         if config.renormalize_epsilon > 0:
             weights = weights / (total + config.renormalize_epsilon * shrink)
         else:

@@ -12,6 +12,7 @@ from torch import Tensor
 from evenroute.eplb._checks import describe, require_bool, require_choice, require_instance, require_int
 from evenroute.routing.call_checks import check_call, num_rows, require_logits
 from evenroute.routing.counters import ExpertCounters
+from evenroute.routing.gradient import RoutedWeights, wants_gradient
 from evenroute.routing.output import (
     DEFAULT_EMIT,
     OUTPUT_NAMES,
@@ -167,7 +168,8 @@ class Router:
         waterfill_target  [R] slots that each rank should have; default: the mean, shared columns included
         out               buffers from `allocate`
 
-        No gradient flows through: inputs may require one, results do not. Checks look at attributes alone.
+        Where logits or given weights require a gradient, `weights` of the returned output carry it (read those, not
+        `out`'s): that of the scores, renormalised and scaled; ids and bias have none. Checks look at attributes alone.
 
         Raises:
             ValueError: types, shapes, dtypes or devices do not fit, or arguments contradict each other.
@@ -193,17 +195,48 @@ class Router:
             keep_weights,
         )
         check_call(self.plan, call, waterfill_target, out)
+        if wants_gradient(call.logits, call.given_weights) and "weights" in self.plan.emit:
+            return self._with_gradient(call, waterfill_target, out)
         if out is None:
             out = allocate_output(self.plan, call.num_tokens, self.tables.device)
+        self._launch(self.plan, call, waterfill_target, out)
+        return out
+
+    def _launch(
+        self, plan: RouterPlan, call: RouteCall, waterfill_target: Tensor | None, out: RoutingOutput
+    ) -> None:
         if self.backend == "reference":
-            route_reference(self.plan, call, out)
+            route_reference(plan, call, out)
         else:
             from evenroute.routing.launch import route_kernel
 
-            route_kernel(self.plan, call, out, pdl=self.pdl)
+            route_kernel(plan, call, out, pdl=self.pdl)
         if self.config.shared_mode == "waterfill" and self.config.num_shared_experts:
-            waterfill_columns(self.plan, call, out, waterfill_target)
-        return out
+            waterfill_columns(plan, call, out, waterfill_target)
+
+    def _with_gradient(
+        self, call: RouteCall, waterfill_target: Tensor | None, out: RoutingOutput | None
+    ) -> RoutingOutput:
+        """The same launch, which also writes the logical ids that a backward pass needs."""
+        emit, device = self.plan.emit, self.tables.device
+        names = tuple(name for name in OUTPUT_NAMES if name in emit or name == "logical_ids")
+        plan = replace(self.plan, emit=names)
+        buffers = allocate_output(plan, call.num_tokens, device)
+        if out is not None:
+            ids = buffers.logical_ids if out.logical_ids is None else out.logical_ids
+            buffers = replace(out, logical_ids=ids, emitted=names)
+        self._launch(plan, call, waterfill_target, buffers)
+        assert buffers.logical_ids is not None
+        source = call.logits if call.given_weights is None else call.given_weights
+        width = self.config.top_k if call.given_ids is None else call.given_ids.shape[1]
+        chosen, config = buffers.logical_ids[:, :width].clone(), self.config
+        if call.keep_weights:
+            config = replace(config, renormalize=False, apply_routed_scaling_factor=False)
+        weights = RoutedWeights.apply(  # type: ignore[no-untyped-call]
+            source, buffers.weights, chosen, call.given_ids, config
+        )
+        kept = buffers.logical_ids if "logical_ids" in emit else None
+        return replace(buffers, weights=weights, logical_ids=kept, emitted=emit)
 
     def _custom_choice(self, logits: Any, weights: Any, table: Any) -> tuple[Tensor, Tensor]:
         assert self.custom_routing_function is not None

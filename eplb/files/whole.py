@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from evenroute.eplb.loads.source import LoadSource, LoadWindow
 
-_REMEDY = "one file of the whole job is needed: stack the ranks' parts in one array and say --layout ranks,layers,experts"
+_REMEDY = "give one file of the whole job, or the ranks' parts stacked in one array and --layout ranks,layers,experts"
 
 
 def join_layers(sources: Sequence[LoadSource]) -> list[LoadSource]:

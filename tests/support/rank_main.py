@@ -104,7 +104,12 @@ def main():
     run_steps(options, rank, agent, tables, counters, total, folder)
     began = time.monotonic()
     done = agent.close()
-    ended = {"run": agent.run, "all_stored": done, "step": agent._closing.step, "close_s": time.monotonic() - began}
+    ended = {
+        "run": agent.run,
+        "all_stored": done,
+        "step": agent._closing.step,
+        "close_s": time.monotonic() - began,
+    }
     ended["prepared"] = tables.notes
     (folder / f"end-{rank}.json").write_text(json.dumps(ended))
     torch_dist.barrier(group)

@@ -13,7 +13,7 @@ from evenroute.tools.errors import one_line_errors
 from evenroute.tools.options import AsJson, ExpertBytes, Layout, NumExperts, WeightBytes
 
 if TYPE_CHECKING:
-    from evenroute.eplb.analysis.measures import Workload
+    from evenroute.eplb.analysis.measures import AdviceSettings, Workload
     from evenroute.eplb.loads.balance import RankLoadMap
     from evenroute.eplb.loads.source import LoadSource
     from evenroute.tools.inputs import ExpertSize
@@ -66,6 +66,7 @@ def advise(
     from evenroute.eplb.analysis.advice import advise as make_advice
     from evenroute.eplb.analysis.measures import HARDWARE, AdviceSettings
     from evenroute.eplb.files.whole import require_whole
+    from evenroute.tools.in_use import recorded_redundancy
     from evenroute.tools.inputs import expert_size, known_model, open_loads
 
     if hardware is not None and hardware not in HARDWARE:
@@ -90,7 +91,7 @@ def advise(
     settings = AdviceSettings(
         ep_size=ranks or _assumed_ranks(first),
         num_nodes=num_nodes,
-        num_redundant_experts=redundant,
+        num_redundant_experts=recorded_redundancy(first, ranks) if redundant is None and ranks else redundant,
         top_k=known_top_k or (shape.top_k if shape is not None else None),
         top_k_known=known_top_k is not None or model is not None,
         experts_share=0.4 if experts_share is None else experts_share,
@@ -102,7 +103,7 @@ def advise(
         min_gain=min_gain,
     )
     workloads, recorded = gather(sources, settings.ep_size)
-    before = None if placement is None else _map_of(placement, settings.ep_size, first)
+    before, now = _now(placement, sources, settings)
     with Console(stderr=True).status("planning (the first run on a machine compiles the planners)"):
         facts = make_advice(workloads, settings, before_map=before)
     facts |= {
@@ -111,7 +112,7 @@ def advise(
         "expert_bytes": size.num_bytes,
         "expert_bytes_origin": size.origin,
         "hardware": hardware,
-        "placement_now": "experts in order, no redundancy" if placement is None else str(placement),
+        "placement_now": now,
     }
     if as_json:
         typer.echo(json.dumps(facts))
@@ -135,6 +136,22 @@ def _map_of(path: Path, ep_size: int, source: LoadSource) -> RankLoadMap:
     from evenroute.tools.inputs import open_placement
 
     return choose_placement(source, ep_size=ep_size, override=open_placement(path)).load_map
+
+
+def _now(
+    path: Path | None, sources: Sequence[LoadSource], settings: AdviceSettings
+) -> tuple[RankLoadMap | None, str]:
+    """Rank loads under the placement to compare with, and which it is: given, else in use last, else in order."""
+    from evenroute.eplb.loads.balance import RankLoadMap
+    from evenroute.eplb.placement.topology import Topology
+    from evenroute.tools.in_use import placement_in_use
+
+    if path is not None:
+        return _map_of(path, settings.ep_size, sources[0]), str(path)
+    found = placement_in_use(sources, Topology(settings.ep_size, settings.num_nodes), None, newest=True)
+    if found is None:
+        return None, "experts in order, no redundancy"
+    return RankLoadMap.of(found[0]), found[1]
 
 
 def gather(sources: Sequence[LoadSource], ep_size: int) -> tuple[list[Workload], float | None]:
