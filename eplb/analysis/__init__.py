@@ -1,8 +1,8 @@
 """What inspect, replay and advise say about loads.
 
-advice     is EPLB worth it here: a verdict, its reasons as numbers
-facts      the facts that `evenroute inspect` shows, as plain values
-history    one pass over a history of loads with bounded memory
-measures   redundancy curves, how plans age, tokens that a plan needs
-replay     a history through predictor, planner, migration delay and dispatch
+history    what there was: loads, balancedness and placements over time
+facts      the figures of one source that inspect shows
+replay     what other settings would have given
+advice     is EPLB worth it here, and the reasons
+measures   the numbers that advice stands on
 """

@@ -1,7 +1,7 @@
 """Dumps: the files of recordings, one file of checksummed frames.
 
-format    frames with checksums
-partial   dumps that are still being written
-reader    frame by frame
+format    frames and their content
 writer    streamed beside the target, renamed when whole
+reader    frame by frame; unfinished dumps too
+partial   names and locks of dumps in the making
 """

@@ -1,16 +1,8 @@
 """The inner loops of the planners, compiled by numba.
 
-align            a new plan laid over the placement in use, so that few slots change
-counts           further replica counts where greedy ones pack badly
-even_moves       move search with even shares
-flow             exact uneven shares
-hull             concave hull of value over moved slots
-joint            moves for several windows at once
-joint_moves      the best operation of joint planning: found and carried out
-locality         ranks and slots exchanged between nodes, so that fewer tokens cross
-moves            operations (move, swap) of both move searches, their cost, replaying them
-pack             a full plan: replicas an expert, ranks a replica
-spread           the objective of joint planning, and shares that lower it
-two_modes        the two-mode layout
-weighted_moves   move search with exact shares
+pack             slots onto ranks; counts: replicas for them; two_modes: primaries and replicas
+moves            swaps of slots: what is shared; even_moves, weighted_moves: with even and with planned shares
+joint            the search over several windows; joint_moves: its swaps; spread: its shares
+flow             shares by flow; hull: the best moves for each budget
+align, locality  a plan's slots where its experts lie already, or near
 """
