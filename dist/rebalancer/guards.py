@@ -20,12 +20,9 @@ from pathlib import Path
 
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.rebalancer.log import LimitedLog
-from evenroute.dist.wire.address import Address
 from evenroute.dist.wire.link import RouterLink
 from evenroute.dist.wire.messages import JobShape, RankStatus
 from evenroute.eplb.store.writer import HistoryStore
-
-STORE_FIELD = "rebalancer.store (--store)"
 
 LIVE_S = 3.5  # a rank that was heard so lately is alive: three heartbeats
 _LOOK_S = 0.5
@@ -345,11 +342,3 @@ class FileWatch:
                 self._log.log(logging.ERROR, "file", text)
         self.problems = found
         return new
-
-
-def lock_paths(store: str, address: Address) -> list[tuple[str, Path]]:
-    """What one rebalancer alone may use, each with its setting: the store, and the socket's file if it has one."""
-    paths = [(STORE_FIELD, Path(store))]
-    if address.ipc_path is not None:
-        paths.append(("rebalancer.bind (--bind)", address.ipc_path))
-    return paths

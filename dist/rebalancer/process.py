@@ -26,8 +26,8 @@ from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.types import Phase, Timeouts
 from evenroute.dist.rebalancer.control import ControlService
 from evenroute.dist.rebalancer.decisions import policy_settings
-from evenroute.dist.rebalancer.guards import STORE_FIELD, FileWatch, JobGate, JobLock, lock_paths
-from evenroute.dist.rebalancer.host_checks import check_host
+from evenroute.dist.rebalancer.guards import FileWatch, JobGate, JobLock
+from evenroute.dist.rebalancer.host_checks import STORE_FIELD, check_host, lock_paths
 from evenroute.dist.rebalancer.log import LimitedLog, set_up_logging
 from evenroute.dist.rebalancer.metrics import MetricsServer
 from evenroute.dist.rebalancer.plan_cycle import PlanCycle
