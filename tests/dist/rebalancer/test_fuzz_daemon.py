@@ -86,6 +86,7 @@ def status(daemon, rank, **changes):
         RUN,
         rank,
         JOB,
+        1000 + rank,  # its identity
         fields.pop("vote"),
         fields.pop("held"),
         fields.pop("held_digest"),
@@ -187,7 +188,7 @@ def fuzz(daemon, number, seed):
             daemon,
             broken,
             control=control,
-            peer=rng.randbytes(5),
+            peer=rng.choice((bytes([0]), bytes([1]), rng.randbytes(5))),
             role=rng.choice((LOCAL_ROLE, "rank", "viewer")),
         )
         if refusals(daemon) > counts:
