@@ -21,22 +21,17 @@ from evenroute.eplb.store.epochs import EpochStore
 from evenroute.eplb.store.reader import StoreReader
 from evenroute.eplb.store.schema import (
     LARGEST_TOTAL,
-    EpochRow,
-    EventRow,
     JobRow,
     PublishedPlacement,
     RankState,
     RankWindowRow,
     StaleEpochError,
     StoreError,
-    WindowRow,
     counts_from_blob,
     counts_to_blob,
 )
 
 __all__ = [
-    "EpochRow",
-    "EventRow",
     "HistoryStore",
     "JobRow",
     "PublishedPlacement",
@@ -46,7 +41,6 @@ __all__ = [
     "StaleEpochError",
     "StoreError",
     "StoreReader",
-    "WindowRow",
 ]
 
 _OPEN_ROWS = 8  # window rows kept in memory while ranks still add to them

@@ -43,10 +43,16 @@ class SqliteSimStore(HistoryStore):
             failing.heal()
             if self._draws.random() < _FAILURES:
                 failing.fail_at(self._draws.randrange(12))
-        with super()._transaction(epoch) as connection:
-            yield connection
-            if epoch is not None:
-                self._history.writes.append(WriteRecord(self.number, epoch, self.last_epoch(), "something"))
+        try:
+            with super()._transaction(epoch) as connection:
+                yield connection
+                if epoch is not None:
+                    self._history.writes.append(
+                        WriteRecord(self.number, epoch, self.last_epoch(), "something")
+                    )
+        finally:
+            if failing is not None:
+                failing.heal()
 
     def add_windows(  # type: ignore[override]
         self, windows: Sequence[RankWindowRow], **other: Any
