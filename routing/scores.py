@@ -1,4 +1,4 @@
-"""Score arithmetic in plain torch whose bits depend on the number alone, not on its place, the batch or the threads.
+"""ScoreFunction arithmetic in plain torch whose bits depend on the number alone, not on its place, the batch or the threads.
 
 torch's exp, tanh and log1p on CPUs differ by an ulp between vectorised loops and their ends, and its sums between
 shapes. Here everything is fp64 additions, products, quotients and roots, which are exact to the last bit everywhere,
@@ -57,7 +57,7 @@ def smooth_sqrt_softplus(x: Tensor) -> Tensor:
     return torch.where(x < -20.0, torch.exp(x.clamp(max=0.0) * 0.5), near)
 
 
-class Score(NamedTuple):
+class ScoreFunction(NamedTuple):
     """A score of each expert by itself: `exact` for ids and weights, `smooth` for gradients."""
 
     exact: Callable[[Tensor], Tensor]
@@ -66,8 +66,8 @@ class Score(NamedTuple):
 
 # All scorings but softmax, which needs the whole row.
 SCORES = {
-    "sigmoid": Score(sigmoid, torch.sigmoid),
-    "sqrtsoftplus": Score(sqrt_softplus, smooth_sqrt_softplus),
+    "sigmoid": ScoreFunction(sigmoid, torch.sigmoid),
+    "sqrtsoftplus": ScoreFunction(sqrt_softplus, smooth_sqrt_softplus),
 }
 
 

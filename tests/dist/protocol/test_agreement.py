@@ -226,3 +226,13 @@ def test_a_version_has_the_rows_and_digests_of_its_placement() -> None:
             assert (row.slots == expected.slots).all()
             assert (row.shares is None) == (expected.shares is None)
             assert row.shares is None or (row.shares == expected.shares).all()
+
+
+def test_nothing_is_opened_while_a_candidate_waits_for_what_is_open() -> None:
+    ranks = Ranks(num_buffers=2)
+    ranks.vote(A)
+    assert (ranks.state.opened, len(ranks.state.moved)) == (2, 3)
+    actions = ranks.vote(B, staged=1)
+    assert (committed(actions), opened(actions)) == ([0], [])
+    actions = ranks.vote(B, staged=2)
+    assert ranks.state.target is B
