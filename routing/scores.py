@@ -1,4 +1,4 @@
-"""ScoreFunction arithmetic in plain torch whose bits depend on the number alone, not on its place, the batch or the threads.
+"""Score arithmetic in plain torch whose bits depend on the number alone, not on its place, the batch or the threads.
 
 torch's exp, tanh and log1p on CPUs differ by an ulp between vectorised loops and their ends, and its sums between
 shapes. Here everything is fp64 additions, products, quotients and roots, which are exact to the last bit everywhere,

@@ -49,6 +49,15 @@ def test_console_blocks_show_what_comes_out(
     assert {path.name for path in Path().iterdir()} == {"examples", "story.png", "plan.json", "sglang.json"}
 
 
+@runs("README.md", "python -m evenroute")
+def test_the_module_is_the_command(lines: Lines) -> None:
+    words = lines.words()
+    done = subprocess.run(
+        [sys.executable, *words[1:], "--version"], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, evenroute("--version").out), done.stderr
+
+
 def test_the_sample_loads_are_what_their_script_makes(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples/make_loads.py"), str(tmp_path)],
