@@ -6,13 +6,16 @@ import sys
 import torch
 import torch.distributed as dist
 
-from evenroute.dist.rank.agent import AgentConfig, RankAgent
-from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.placement.topology import Topology
-from evenroute.routing.counters import ExpertCounters
-from evenroute.routing.router import Router
-from evenroute.routing.settings.config import RouterConfig
-from evenroute.routing.tables.tables import DispatchTables
+from evenroute import (
+    AgentConfig,
+    DispatchTables,
+    ExpertCounters,
+    Placement,
+    RankAgent,
+    Router,
+    RouterConfig,
+    Topology,
+)
 
 LAYERS, EXPERTS, SLOTS, TOP_K, HIDDEN = 4, 32, 40, 4, 64
 
@@ -37,7 +40,7 @@ def forward(hidden: torch.Tensor) -> torch.Tensor:
     for layer, gate in enumerate(gates):
         routed = router(
             gate(hidden), layer
-        )  # weights and physical_ids [tokens, top_k]; counted in the same call
+        )  # weights, physical_ids [tokens, top_k]; counted in the same call
         agent.record(layer, routed)  # for `evenroute record start --mode per_token`; else next to nothing
         hidden = hidden + experts(hidden, routed.physical_ids, routed.weights)
     return hidden

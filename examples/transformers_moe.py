@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from evenroute.dist.config import AgentConfig
-from evenroute.dist.engines.torch import adapt
+from evenroute import AgentConfig, adapt
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)  # the same weights on every rank

@@ -1,8 +1,10 @@
-"""The README's console blocks give the output that stands below them, from a checkout beside `../shared/data`."""
+"""The README's console blocks give the output that stands below them, in a bare clone."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,18 +25,17 @@ def shown_below(line: str) -> list[str]:
 
 @runs(
     "README.md",
-    "evenroute advise ../shared/data/prefill_in4096.json",
-    "evenroute inspect ../shared/data/prefill_in4096.json",
-    "evenroute plan ../shared/data/prefill_in4096.json",
+    "evenroute advise examples/data/1_chat.json",
+    "evenroute inspect examples/data/1_chat.json",
+    "evenroute plan examples/data/1_chat.json",
     "evenroute convert plan.json sglang.json",
-    "evenroute replay ../shared/data",
+    "evenroute replay examples/data",
 )
 def test_console_blocks_show_what_comes_out(
-    lines: Lines, shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "checkout").mkdir()
-    (tmp_path / "shared").symlink_to(shared_data.parent)
-    monkeypatch.chdir(tmp_path / "checkout")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     pieces = 0
     for line in lines.texts:
@@ -45,7 +46,30 @@ def test_console_blocks_show_what_comes_out(
             assert piece in came, f"{line}: the README shows {piece!r}, what came is\n{done.out}"
             pieces += 1
     assert pieces >= 5, "the blocks show nothing"
-    assert {path.name for path in Path().iterdir()} == {"story.png", "plan.json", "sglang.json"}
+    assert {path.name for path in Path().iterdir()} == {"examples", "story.png", "plan.json", "sglang.json"}
+
+
+@runs("README.md", "python -m evenroute")
+def test_the_module_is_the_command(lines: Lines) -> None:
+    words = lines.words()
+    done = subprocess.run(
+        [sys.executable, *words[1:], "--version"], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, evenroute("--version").out), done.stderr
+
+
+def test_the_sample_loads_are_what_their_script_makes(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples/make_loads.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    made = sorted(tmp_path.iterdir())
+    assert [path.name for path in made] == sorted(path.name for path in (ROOT / "examples/data").iterdir())
+    for path in made:
+        assert path.read_text() == (ROOT / "examples/data" / path.name).read_text(), path.name
 
 
 @runs("README.md", "evenroute stress --help")

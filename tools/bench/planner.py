@@ -245,8 +245,8 @@ ON_ANY_LOADS = (
 )  # the others promise figures of the real ones
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line of the benchmark; exit status 1 if a promised figure is missed, 2 for wrong use."""
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of the benchmark."""
     parser = argparse.ArgumentParser(prog="evenroute bench planner", description=__doc__)
     parser.add_argument("--data", type=Path, default=Path(__file__).resolve().parents[3] / "shared" / "data")
     parser.add_argument("--synthetic", action="store_true", help="loads of our own making instead of --data")
@@ -257,7 +257,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, help="judge every n-th change of workload")
     parser.add_argument("--quick", action="store_true", help="shorter chains and traces")
     parser.add_argument("--json", action="store_true", dest="as_json")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line of the benchmark; exit status 1 if a promised figure is missed, 2 for wrong use."""
+    options = build_parser().parse_args(argv)
     try:
         names = (
             options.only.split(",") if options.only else list(ON_ANY_LOADS if options.synthetic else SECTIONS)
