@@ -72,6 +72,7 @@ class RankStatus(Struct, frozen=True, tag="status", forbid_unknown_fields=True):
     ``held``: key of the newest placement received. ``fence``: highest epoch heard in this run. ``identity``: drawn by
     the rank at its start, known to nobody else: who sent it first speaks for this rank, over all of its connections.
     ``live_keys`` int64 [L, 2]; ``live_digests`` int64 [L]. ``failed``, ``conflict``, ``refused``: highest such key.
+    ``shadow``: the rank receives placements and takes none up.
     """
 
     run: Int62
@@ -88,6 +89,7 @@ class RankStatus(Struct, frozen=True, tag="status", forbid_unknown_fields=True):
     conflict: Key = NO_KEY
     refused: Key = NO_KEY
     token: Int62 = 0
+    shadow: bool = False
     protocol: int = PROTOCOL_VERSION
 
 
