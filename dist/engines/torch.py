@@ -179,7 +179,7 @@ class AdaptedModel:
         self.agent, self.router, self.mover, self.blocks = agent, router, mover, list(blocks)
 
     def step(self, num_tokens: int | None = None, *, count: bool = True) -> StepResult:
-        """A boundary, on every rank equally often; with ``num_tokens`` a pass of so many rows too. See `RankAgent.step`."""
+        """A boundary, on every rank equally often; with ``num_tokens`` a pass of so many rows too: `RankAgent.step`."""
         return self.agent.step(num_tokens, count=count)
 
     def begin_pass(self, num_tokens: int, *, count: bool = True) -> None:
