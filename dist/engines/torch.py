@@ -178,9 +178,13 @@ class AdaptedModel:
     ) -> None:
         self.agent, self.router, self.mover, self.blocks = agent, router, mover, list(blocks)
 
-    def step(self, num_tokens: int, *, count: bool = True) -> StepResult:
-        """Begin a forward pass of ``num_tokens`` rows here; on every rank equally often. See `RankAgent.step`."""
+    def step(self, num_tokens: int | None = None, *, count: bool = True) -> StepResult:
+        """A boundary, on every rank equally often; with ``num_tokens`` a pass of so many rows too: `RankAgent.step`."""
         return self.agent.step(num_tokens, count=count)
+
+    def begin_pass(self, num_tokens: int, *, count: bool = True) -> None:
+        """A pass of ``num_tokens`` rows, where they are known only after the boundary. See `RankAgent.begin_pass`."""
+        self.agent.begin_pass(num_tokens, count=count)
 
     def record_inputs(self, token_ids: Tensor | None = None, positions: Tensor | None = None) -> None:
         """Vocabulary ids and positions of this pass's rows, for recordings of tokens. See `RankAgent.record_inputs`."""

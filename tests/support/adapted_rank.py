@@ -40,7 +40,11 @@ def main() -> None:
             # Idle ranks take part too; shared tokens are the same on all ranks.
             rows = (steps % 3) * 20 + (rank if tokens == "own" else 1)
             hidden = torch.randn(1, rows, HIDDEN, generator=generator) + 2 * drift
-            adapted.step(rows)
+            if steps % 2:
+                adapted.step(rows)
+            else:
+                adapted.step()
+                adapted.begin_pass(rows)
             difference = (model(hidden) - original(hidden)).abs()
             worst = max(worst, float(difference.max()) if difference.numel() else 0.0)
             steps += 1
