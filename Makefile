@@ -7,7 +7,7 @@ BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
 TORCH   := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' constraints.txt)
 # Strict editable installs link file by file, so a new or renamed file needs a new install.
-SOURCES := $(shell find evenroute eplb routing dist tools -name '*.py' 2>/dev/null | sort | cksum | cut -d' ' -f1)
+SOURCES := $(shell find evenroute eplb routing dist tools -name '*.py' -o -name '*.html' 2>/dev/null | sort | cksum | cut -d' ' -f1)
 STAMP   := $(VENV)/.installed-$(SOURCES)
 export OMP_NUM_THREADS ?= 1
 

@@ -11,6 +11,8 @@ import errno
 import os
 import stat
 import tempfile
+import zipfile
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import BinaryIO
@@ -62,6 +64,20 @@ def read_input(path: str | PathLike[str]) -> bytes:
         return file.read()
 
 
+_MOST_LINE = 256 << 20
+
+
+def input_lines(path: str | PathLike[str]) -> Iterator[bytes]:
+    """The file's lines; errors as `check_input`, and ValueError at one that no writer of records makes."""
+    with open_input(path) as file:
+        while line := file.readline(_MOST_LINE + 1):
+            if len(line) > _MOST_LINE:
+                raise ValueError(
+                    f"{os.fspath(path)}: a line of more than {_MOST_LINE:,} bytes: truncated or damaged"
+                )
+            yield line
+
+
 def read_input_text(path: str | PathLike[str], *, encoding: str = "utf-8") -> str:
     """The file's text, lines ended by a newline; errors as `check_input`, and UnicodeDecodeError."""
     return read_input(path).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
@@ -76,6 +92,27 @@ def check_memory(path: str | PathLike[str], num_bytes: int) -> None:
         )
 
 
+_UNPACKED_FREELY = 256 << 20
+_MOST_PACKED = 100  # counts pack to a tenth or a thirtieth
+
+
+def unpacked_bytes(path: str | PathLike[str]) -> int:
+    """What the members of a zip file take, all of them together.
+
+    Raises:
+        ValueError: much more than counts can have been packed into a file of its size.
+        zipfile.BadZipFile: no zip file.
+    """
+    with zipfile.ZipFile(path) as archive:
+        unpacked = sum(info.file_size for info in archive.infolist())
+    packed = os.stat(path).st_size
+    if unpacked > max(_UNPACKED_FREELY, _MOST_PACKED * packed):
+        raise ValueError(
+            f"{os.fspath(path)}: {packed:,} bytes that unpack to {unpacked:,}, expected at most {_MOST_PACKED} times"
+        )
+    return unpacked
+
+
 def _available_bytes() -> int | None:
     """As the kernel estimates it; None where it does not."""
     try:
@@ -86,6 +123,22 @@ def _available_bytes() -> int | None:
     except (OSError, ValueError, IndexError):
         pass
     return None
+
+
+def visible(text: str) -> str:
+    """Text that somebody else chose (names of files, models, hosts) as it may be printed.
+
+    Characters that move the cursor, break the line or turn its direction are escaped, bytes of a file's name that
+    are no UTF-8 too.
+    """
+    return "".join(char if char.isprintable() else escaped(char) for char in text)
+
+
+def escaped(char: str) -> str:
+    """The character as a Python escape; a byte of a file's name as that byte."""
+    if "\udc80" <= char <= "\udcff":  # a byte, as Python keeps it in file names
+        return f"\\x{ord(char) - 0xDC00:02x}"
+    return char.encode("unicode_escape").decode()
 
 
 def shown(path: str | PathLike[str]) -> str:

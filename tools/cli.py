@@ -15,6 +15,7 @@ from pathlib import Path
 import typer
 
 from evenroute.tools.errors import fail
+from evenroute.tools.report.words import plain_streams
 
 
 def command_names() -> list[str]:
@@ -66,6 +67,7 @@ def whole_short_helps(app: typer.Typer) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the `evenroute` script. Exit status: 0 done, 1 a bad finding, 2 wrong use."""
+    plain_streams()
     arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     names = command_names()
     wanted = next((word for word in arguments if not word.startswith("-")), None)

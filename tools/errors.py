@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
-from evenroute.eplb._io import check_target
+from evenroute.eplb._io import check_target, visible
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -19,7 +19,7 @@ WRONG_USE = 2
 
 def fail(message: str, *, status: int = WRONG_USE) -> NoReturn:
     """Prints one line on stderr and ends the process with `status`."""
-    print(f"evenroute: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"evenroute: error: {visible(' '.join(message.split()))}", file=sys.stderr)
     raise SystemExit(status)
 
 

@@ -1,7 +1,12 @@
-"""What `advise`, `replay` and `convert` share: opening loads, and knowing the size of an expert."""
+"""What `advise`, `replay`, `plan`, `inspect` and `convert` share: opening loads, `.pt` files without executing
+pickles, and the size of an expert."""
 
 from __future__ import annotations
 
+import pickle
+import re
+import warnings
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +15,17 @@ from typing import Any
 import typer
 from numpy.typing import NDArray
 
+from evenroute.eplb._io import open_input, unpacked_bytes, visible
 from evenroute.eplb.files import open as files
 from evenroute.eplb.files.open import open_source
+from evenroute.eplb.loads.decoding import damaged
 from evenroute.eplb.loads.source import LoadSource, PlacementMap
 from evenroute.eplb.placement.models import MODEL_SHAPES, ModelShape
-from evenroute.tools.pt_files import read_pt
 
 
 def tell_unfinished(line: str) -> None:
     """One line on stderr for a dump that was never finished and is left out."""
-    typer.echo(f"evenroute: note: {' '.join(line.split())}", err=True)
+    typer.echo(f"evenroute: note: {visible(' '.join(line.split()))}", err=True)
 
 
 def open_loads(
@@ -97,3 +103,55 @@ def number_list(name: str, text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{name} {text!r}: expected whole numbers separated by commas") from None
+
+
+def read_pt(path: Path) -> Any:
+    """The file's content with tensors as numpy arrays; large ones stay mapped to the file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: torch is not installed, the file is cut off or damaged, or it holds classes (never executed).
+    """
+    try:
+        import torch
+    except ImportError:
+        raise ValueError(f"{path}: reading .pt files needs torch: pip install 'evenroute[rank]'") from None
+    with open_input(path) as file:
+        head = file.read(2)
+    if not head:
+        raise damaged(path, "the file is empty")
+    if head[:1] == b"\x80" and head[1:] != b"\x02":  # torch's older form is made of pickles of protocol 2
+        raise ValueError(
+            f"{path}: a pickle (protocol {head[1] if len(head) > 1 else '?'}), which is never executed; "
+            "expected a file of torch.save"
+        )
+    mapped = zipfile.is_zipfile(path)  # the older form can only be read whole
+    if mapped:
+        unpacked_bytes(path)
+    try:
+        with warnings.catch_warnings():  # torch's advice is for those who wrote the file
+            warnings.simplefilter("ignore")
+            data = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped or None)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)|class (\S+)", str(error))
+        if found:
+            name = (found[1] or found[2]).rstrip(".,")
+            raise ValueError(f"{path}: holds Python objects ({name}), which are never executed") from None
+        raise damaged(path, "not a whole torch file") from None
+    except (RuntimeError, EOFError, KeyError, ValueError, AttributeError, TypeError, IndexError) as error:
+        raise damaged(path, " ".join(str(error).split())[:160] or type(error).__name__) from None
+    return _plain(data, torch)
+
+
+def _plain(value: Any, torch: Any) -> Any:
+    """Tensors -> numpy (bfloat16 -> float32), inside dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        tensor = value.detach()
+        if tensor.dtype in (torch.bfloat16, torch.float16):
+            tensor = tensor.float()
+        return tensor.numpy()
+    if isinstance(value, dict):
+        return {key: _plain(item, torch) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, torch) for item in value]
+    return value

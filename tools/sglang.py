@@ -182,7 +182,7 @@ def write_location(path: Path, placement: Placement) -> None:
 def read_location(path: Path, topology: Topology) -> Placement:
     """The placement that a server runs with, from its ``--init-expert-location`` file (not one with loads alone)."""
     from evenroute.eplb.files.open import open_source
-    from evenroute.tools.pt_files import read_pt
+    from evenroute.tools.inputs import read_pt
 
     source = open_source(path, read_pt=read_pt)
     if source.placement_map is None:

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from evenroute.eplb._checks import printable
+from evenroute.eplb._io import visible
 
 LIMIT_PER_MINUTE = 20
 _PERIOD_S = 60.0
@@ -28,7 +28,7 @@ class _OneLine(logging.Formatter):
     """A message may quote a stranger: what would move the cursor or begin a line is escaped. Tracebacks are kept."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = printable(record.message)
+        record.message = visible(record.message)
         return super().formatMessage(record)
 
 

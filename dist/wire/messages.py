@@ -13,7 +13,7 @@ from typing import Annotated, Final, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from evenroute.eplb._checks import printable
+from evenroute.eplb._io import visible
 
 PROTOCOL_VERSION: Final = 2
 """2 brought `Refusal`, `Goodbye`, a rank's ``identity`` and bounds on steps. Another version is refused by name."""
@@ -240,7 +240,7 @@ def decode_frame(
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        text = printable(str(error))[:200]  # it may quote what a stranger sent
+        text = visible(str(error))[:200]  # it may quote what a stranger sent
         raise MessageError(f"frame: {_foreign_version(frame) or text}") from None
 
 

@@ -29,6 +29,7 @@ def source_facts(source: LoadSource) -> dict[str, Any]:
     """What is known without reading a window."""
     return {
         "path": shown(source.path),
+        "key": source.key,
         "kind": source.kind,
         "scope": source.scope,
         "model": source.model,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb._io import check_input, check_memory
+from evenroute.eplb._io import check_input, check_memory, unpacked_bytes
 from evenroute.eplb.files.format import Beginning, Format, Reading
 from evenroute.eplb.files.layout import plain_source
 from evenroute.eplb.files.safetensors import SafetensorsFile
@@ -90,6 +90,7 @@ def read_npz(path: Path, given: Reading) -> list[LoadSource]:
     check_input(path)
     with reading(path):
         try:
+            unpacked_bytes(path)
             with zipfile.ZipFile(path) as archive:
                 for info in archive.infolist():
                     check_memory(path, info.file_size)

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from evenroute.eplb._io import open_input
+from evenroute.eplb._io import input_lines
 from evenroute.eplb.files.format import Format
 from evenroute.eplb.loads.source import LoadSource
 
@@ -27,15 +27,14 @@ def read_log(path: Path) -> list[LoadSource]:
     """A time line of balancedness for each model; no loads. ValueError if no line of that form is in it."""
     entries: list[dict[str, Any]] = []
     damaged_lines = 0
-    with open_input(path) as file:
-        for raw in file:
-            if MARK not in raw:
-                continue
-            entry = _entry(raw.decode("utf-8", errors="replace"))
-            if entry is None:
-                damaged_lines += 1
-            else:
-                entries.append(entry)
+    for raw in input_lines(path):
+        if MARK not in raw:
+            continue
+        entry = _entry(raw.decode("utf-8", errors="replace"))
+        if entry is None:
+            damaged_lines += 1
+        else:
+            entries.append(entry)
     if not entries:
         raise ValueError(f"{path}: no line 'EPLB step: ... avg_tokens=..., max_tokens=..., balancedness=...'")
     models = sorted({entry["model"] for entry in entries if entry["model"]}) or [""]

@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from evenroute.eplb._io import open_input
+from evenroute.eplb._io import input_lines
 from evenroute.eplb.files.format import Format
 from evenroute.eplb.files.ranks import join_rank_sources
 from evenroute.eplb.loads.decoding import beginning, damaged, is_text, phase_of_name, reading
@@ -53,21 +53,20 @@ _DECODER = msgspec.json.Decoder(_Record)
 
 
 def _records(path: Path) -> Iterator[_Record]:
-    with open_input(path) as file:
-        for number, line in enumerate(file, start=1):
-            if number == 1:
-                line = line.removeprefix(BOM_UTF8)
-            if not line.strip():
-                continue
-            try:
-                record = _DECODER.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                if number == 1 and is_text(line[:4096]) and line.lstrip()[:1] != b"{":
-                    what = f"plain text that begins {beginning(line)}, expected a router trace (JSON lines)"
-                    raise ValueError(f"{path}: {what}") from None
-                raise damaged(path, f"line {number}: {error}") from None
-            if record.block != "mtp":
-                yield record
+    for number, line in enumerate(input_lines(path), start=1):
+        if number == 1:
+            line = line.removeprefix(BOM_UTF8)
+        if not line.strip():
+            continue
+        try:
+            record = _DECODER.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if number == 1 and is_text(line[:4096]) and line.lstrip()[:1] != b"{":
+                what = f"plain text that begins {beginning(line)}, expected a router trace (JSON lines)"
+                raise ValueError(f"{path}: {what}") from None
+            raise damaged(path, f"line {number}: {error}") from None
+        if record.block != "mtp":
+            yield record
 
 
 class _Shape:

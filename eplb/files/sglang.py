@@ -13,7 +13,7 @@ beside `physical_to_logical_map` is an error there).
   positions, extend_seq_lens, forward_mode, misc_objects.
 
 All hidden layers are counted: dense ones are rows of zeros. Objects come here as plain Python with numpy arrays;
-who reads the `.pt` must do so without executing pickles (`evenroute.tools.pt_files`).
+who reads the `.pt` must do so without executing pickles (`evenroute.tools.inputs`).
 """
 
 from __future__ import annotations

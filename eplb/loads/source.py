@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from evenroute.eplb._io import visible
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 
@@ -146,6 +147,14 @@ class LoadSource:
     def windows(self) -> Iterator[LoadWindow]:
         """The windows in order; ValueError with the file's name if one turns out damaged."""
         yield from self.open_windows()
+
+    def __repr__(self) -> str:
+        windows = "" if self.num_windows is None else f", {self.num_windows} windows"
+        name = f"{self.path} [{self.key}]" if self.key else str(self.path)
+        return (
+            f"<LoadSource {visible(name)}: {self.kind}, {self.num_layers} layers x "
+            f"{self.num_logical_experts} experts{windows}>"
+        )
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from evenroute.eplb._checks import require_bool, require_int, require_number, require_one_of, require_text
 
@@ -57,69 +57,12 @@ class ModelShape:
         return self.num_logical_experts + self.num_redundant_experts
 
 
-MODEL_SHAPES: dict[str, ModelShape] = {
-    "dsv3": ModelShape(
-        name="dsv3",
-        num_layers=58,
-        num_logical_experts=256,
-        top_k=8,
-        num_groups=8,
-        topk_group=4,
-        scoring="sigmoid",
-        use_bias=True,
-        renormalize=True,
-        routed_scaling_factor=2.5,
-        num_shared_experts=1,
-        hidden_size=7168,
-        moe_intermediate_size=2048,
-        num_redundant_experts=32,
-    ),
-    "qwen3": ModelShape(
-        name="qwen3",
-        num_layers=94,
-        num_logical_experts=128,
-        top_k=8,
-        num_groups=1,
-        topk_group=1,
-        scoring="softmax",
-        use_bias=False,
-        renormalize=True,
-        routed_scaling_factor=1.0,
-        num_shared_experts=0,
-        hidden_size=4096,
-        moe_intermediate_size=1536,
-        num_redundant_experts=32,
-    ),
-    "kimi-k2": ModelShape(
-        name="kimi-k2",
-        num_layers=60,
-        num_logical_experts=384,
-        top_k=8,
-        num_groups=1,
-        topk_group=1,
-        scoring="sigmoid",
-        use_bias=True,
-        renormalize=True,
-        routed_scaling_factor=2.827,
-        num_shared_experts=1,
-        hidden_size=7168,
-        moe_intermediate_size=2048,
-        num_redundant_experts=64,
-    ),
-    "kimi-k3": ModelShape(
-        name="kimi-k3",
-        num_layers=92,
-        num_logical_experts=896,
-        top_k=16,
-        num_groups=1,
-        topk_group=1,
-        scoring="sigmoid",
-        use_bias=True,
-        renormalize=True,
-        routed_scaling_factor=1.0,
-        num_shared_experts=1,
-        hidden_size=7168,
-        moe_intermediate_size=2048,
-        num_redundant_experts=128,
-    ),
-}
+# In the order of the fields: name, layers, experts, top_k, groups, topk_group, scoring, use_bias, renormalize,
+# routed_scaling_factor, shared experts, hidden size, experts' intermediate size, redundant experts.
+_MODELS: tuple[tuple[Any, ...], ...] = (
+    ("dsv3", 58, 256, 8, 8, 4, "sigmoid", True, True, 2.5, 1, 7168, 2048, 32),
+    ("qwen3", 94, 128, 8, 1, 1, "softmax", False, True, 1.0, 0, 4096, 1536, 32),
+    ("kimi-k2", 60, 384, 8, 1, 1, "sigmoid", True, True, 2.827, 1, 7168, 2048, 64),
+    ("kimi-k3", 92, 896, 16, 1, 1, "sigmoid", True, True, 1.0, 1, 7168, 2048, 128),
+)
+MODEL_SHAPES = {row[0]: ModelShape(*row) for row in _MODELS}

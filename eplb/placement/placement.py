@@ -215,6 +215,14 @@ class Placement:
         uneven = uneven_or_none(rows, shares)
         object.__setattr__(self, "shares", shares if uneven is not None else None)
 
+    def __repr__(self) -> str:
+        layers, slots = self.physical_to_logical.shape
+        shares = "even" if self.shares is None else "uneven"
+        return (
+            f"<Placement {layers} layers, {self.num_logical_experts} experts in {slots} slots on "
+            f"{self.topology.ep_size} ranks, {shares} shares>"
+        )
+
     @classmethod
     def initial(
         cls, num_layers: int, num_logical_experts: int, num_slots: int, topology: Topology

@@ -54,6 +54,14 @@ class Plan:
     moves: NDArray[np.int64]
     notices: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        before, after = (
+            "no data" if found.mean is None else f"{found.mean:.3f}"
+            for found in (self.before, self.predicted)
+        )
+        moves = int(self.moves.sum())
+        return f"<Plan {self.policy} {before} -> {after}, {moves} slot move{'' if moves == 1 else 's'}>"
+
 
 def figure(value: float | None) -> str:
     """A balancedness as text; ValueError unless it is a number or None."""

@@ -28,6 +28,24 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
         raise StoreError(f"store {path}: not an evenroute store (application_id {application})")
     if version != FORMAT_VERSION:
         raise StoreError(f"store {path}: format version {version} found, expected {FORMAT_VERSION}")
+    _check_tables(connection, path)
+
+
+def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """A store holds plain tables. Views, triggers and computed columns are code, which may run for ever."""
+    kinds = [(row[1], row[2]) for row in connection.execute("PRAGMA main.table_list")]
+    kinds += connection.execute("SELECT name, type FROM sqlite_master").fetchall()
+    for name, kind in kinds:
+        if kind not in ("table", "index"):
+            raise StoreError(f"store {path}: {name!r} is a {kind}, expected a table")
+    for name in {name for name, kind in kinds if kind == "table"}:
+        columns = connection.execute(
+            "SELECT name FROM pragma_table_xinfo(?) WHERE hidden", (name,)
+        ).fetchall()
+        if columns:
+            raise StoreError(
+                f"store {path}: column {columns[0][0]!r} of {name!r} is computed, expected kept values"
+            )
 
 
 def check_length(path: Path) -> None:

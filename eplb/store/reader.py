@@ -54,8 +54,21 @@ class StoreReader:
             raise StoreError(f"store {self.path}: truncated or damaged, or not a store: {error}") from error
 
     def _rows(self, query: str, arguments: Sequence[object] = ()) -> Iterator[tuple[object, ...]]:
+        held = room = 0
         with self._errors():
-            yield from self._connection.execute(query, arguments)
+            for row in self._connection.execute(query, arguments):
+                held += 4 + sum(len(value) for value in row if isinstance(value, bytes | str))
+                if held > room:  # pages that a damaged file reaches twice could make rows without end
+                    room = self._file_bytes()
+                    if held > room:
+                        raise StoreError(
+                            f"store {self.path}: truncated or damaged: rows that come again and again"
+                        )
+                yield row
+
+    def _file_bytes(self) -> int:
+        files = [self.path, Path(f"{self.path}-wal")]
+        return sum(file.stat().st_size for file in files if file.exists())
 
     def jobs(self) -> dict[int, JobRow]:
         """The shape of each run, in the order of their starts."""

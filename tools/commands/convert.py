@@ -9,6 +9,7 @@ import typer
 
 from evenroute.tools.errors import check_output, one_line_errors
 from evenroute.tools.options import Layout, NumExperts
+from evenroute.tools.report.words import visible
 
 if TYPE_CHECKING:
     from evenroute.eplb.loads.source import LoadSource, PlacementMap
@@ -74,7 +75,7 @@ def convert(
         if not found.has_loads:
             raise ValueError(f"{source}: {found.kind} holds no loads")
         number = write_loads(target, found, to, top_k=top_k)
-        typer.echo(f"{target}: {number} window{'' if number == 1 else 's'} of loads for {to}")
+        typer.echo(f"{visible(str(target))}: {number} window{'' if number == 1 else 's'} of loads for {to}")
         return
     if known is None:
         raise ValueError(f"{source}: {found.kind} holds no placement")
@@ -90,7 +91,9 @@ def convert(
         key=key,
     )
     slots = known.physical_to_logical.shape[1]
-    typer.echo(f"{target}: placement of {known.num_logical_experts} experts in {slots} slots for {to}")
+    typer.echo(
+        f"{visible(str(target))}: placement of {known.num_logical_experts} experts in {slots} slots for {to}"
+    )
 
 
 def register(app: typer.Typer) -> None:
@@ -102,8 +105,7 @@ def _open(
     path: Path, key: str | None, num_experts: int | None, layout: str | None, *, unfinished: bool
 ) -> LoadSource:
     from evenroute.eplb.files.open import open_sources
-    from evenroute.tools.inputs import tell_unfinished
-    from evenroute.tools.pt_files import read_pt
+    from evenroute.tools.inputs import read_pt, tell_unfinished
 
     opened = open_sources(
         [path], read_pt=read_pt, num_logical_experts=num_experts, layout=layout, unfinished=unfinished

@@ -10,6 +10,7 @@ import typer
 from evenroute.tools.errors import check_output, one_line_errors
 from evenroute.tools.options import AsJson, Layout, NumExperts
 from evenroute.tools.report.facts import Settings, difference, placement_override, source_facts
+from evenroute.tools.report.words import one_line, visible
 
 if TYPE_CHECKING:
     from evenroute.eplb.analysis.history import History
@@ -108,8 +109,7 @@ def window_range(text: str) -> tuple[int, int | None]:
 def run(paths: list[Path], settings: Settings) -> int:
     """Read, show, and give the exit status: 2 when something could not be read."""
     from evenroute.eplb.files.open import open_sources
-    from evenroute.tools.inputs import tell_unfinished
-    from evenroute.tools.pt_files import read_pt
+    from evenroute.tools.inputs import read_pt, tell_unfinished
 
     opened = open_sources(
         paths,
@@ -135,7 +135,7 @@ def run(paths: list[Path], settings: Settings) -> int:
         for line in opened.unfinished:
             tell_unfinished(line)
     for error in result["errors"]:
-        typer.echo(f"evenroute: error: {' '.join(error.split())}", err=True)
+        typer.echo(f"evenroute: error: {one_line(error)}", err=True)
     return 2 if result["errors"] else 0
 
 
@@ -175,7 +175,7 @@ def _show(result: dict[str, Any], settings: Settings) -> None:
         for facts in sources:
             if "plan" in facts:
                 console.print(
-                    f"{facts['path']}: plan for {facts['plan']['num_slots']} slots, {facts['plan']['reason']}"
+                    f"{visible(facts['path'])}: plan for {facts['plan']['num_slots']} slots, {facts['plan']['reason']}"
                 )
     for facts in sources:
         if "layer" in facts:
@@ -183,4 +183,4 @@ def _show(result: dict[str, Any], settings: Settings) -> None:
             console.print(report_detail.layer_detail(facts["layer"], console.width))
     for path in (settings.html, settings.png):
         if path is not None:
-            console.print(f"wrote {path}")
+            console.print(f"wrote {visible(str(path))}")

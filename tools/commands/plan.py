@@ -12,6 +12,7 @@ import typer
 
 from evenroute.tools.errors import check_output, one_line_errors
 from evenroute.tools.options import AsJson, Layout, NumExperts
+from evenroute.tools.report.words import visible
 
 if TYPE_CHECKING:
     import numpy as np
@@ -170,14 +171,14 @@ def _print_table(facts: dict[str, Any]) -> None:
     console.print(table)
     slots = facts["num_layers"] * facts["num_slots"]
     share = f" ({facts['moved_slots'] / slots:.2%})" if slots else ""
-    console.print(f"before: {facts['baseline']}")
+    console.print(f"before: {visible(facts['baseline'])}")
     console.print(f"moved slots: {facts['moved_slots']} of {slots}{share}")
-    console.print(facts["reason"])
+    console.print(visible(facts["reason"]))
     for notice in facts["notices"]:
-        console.print(f"note: {notice}")
+        console.print(f"note: {visible(notice)}")
     for name in ("output", "png"):
         if facts[name]:
-            console.print(f"written: {facts[name]}")
+            console.print(f"written: {visible(facts[name])}")
 
 
 def _write_png(path: Path, windows: NDArray[np.float64], start: Placement, made: Plan) -> None:

@@ -3,7 +3,7 @@
 text       tables of inspect
 detail     its tables of one layer and of a difference
 words      figures and names as all commands show them
-page       the page of --html
+page       the page of --html, without its data in page.html
 pictures   its data, and --png
 facts      what inspect gathers
 advice     the text of advise

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from evenroute.tools.inputs import ExpertSize
 from evenroute.tools.report.text import console, count, number, pairs
-from evenroute.tools.report.words import plural, short
+from evenroute.tools.report.words import one_line, plural, short
 
 STYLES = {"recommend": "bold green", "not now": "bold yellow", "not enough evidence": "bold magenta"}
 
@@ -18,7 +18,7 @@ def show(facts: dict[str, Any], size: ExpertSize) -> None:
     out = console()
     out.print(Text(f"Verdict: {facts['verdict']}", style=STYLES[facts["verdict"]]))
     for reason in facts["reasons"]:
-        out.print(Text(f"  {reason}"))
+        out.print(Text(f"  {one_line(reason)}"))
     if "balancedness_now" not in facts:
         return
     out.print()

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from evenroute.tools.report.text import count, number, pairs, plain_table, since
+from evenroute.tools.report.text import count, number, pairs, plain_table, since, source_name
 from evenroute.tools.report.words import short
 
 
@@ -21,7 +21,7 @@ def comparison(all_facts: Sequence[dict[str, Any]]) -> Table:
         skew = (facts.get("skew") or {}).get("max_over_mean") or {}
         rows.append(
             [
-                str(facts["path"]).rsplit("/", 1)[-1],
+                source_name(facts, folder=False),
                 f"{facts['num_layers']}x{facts['num_logical_experts']}",
                 str(facts.get("ep_size") or ""),
                 f"{facts.get('num_windows', 0):,}",

@@ -17,6 +17,7 @@ from evenroute.eplb.loads.skew import skew
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.plan import figure, plan_placement
+from evenroute.tools.report.words import visible
 
 
 class Asked(Protocol):
@@ -117,8 +118,8 @@ def _page_source(history: History, settings: Asked) -> dict[str, Any]:
     uneven = skew(history.total).as_dict(source.layer_name)["max_over_mean"]
     names = filter(None, [source.model, source.phase, source.kind])
     return {
-        "name": source.path.name,
-        "title": f"{source.path.name} ({', '.join(names)}; {plural(history.num_windows, 'window')})",
+        "name": visible(source.path.name),
+        "title": f"{visible(source.path.name)} ({', '.join(names)}; {plural(history.num_windows, 'window')})",
         "layers": [source.layer_name(row) for row in range(source.num_layers)],
         "has_load": balance.has_load.tolist(),
         "placement": using.origin,
@@ -174,7 +175,7 @@ def _draw(path: Path, title: str, panels: Sequence[Panel], names: Sequence[int])
     figure = Figure(figsize=(12, 7.2), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, len(panels), height_ratios=[3, 1.2])
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(visible(title), fontsize=11, parse_math=False)
     for column, (name, loads, found) in enumerate(panels):
         axis = figure.add_subplot(grid[0, column])
         image = _heat(axis, loads)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from evenroute.tools.inputs import ExpertSize
 from evenroute.tools.report.text import console, number, plain_table, sparkline
-from evenroute.tools.report.words import short
+from evenroute.tools.report.words import short, visible
 
 
 def show(
@@ -66,7 +66,7 @@ def show(
             )
         )
     for begin in dict.fromkeys(run["begins_with"] for run in runs):
-        out.print(Text(f"Runs begin with {begin}."))
+        out.print(Text(f"Runs begin with {visible(begin)}."))
     out.print(
         Text(
             f"Step time is against experts in order without EPLB, with experts taking {100 * experts_share:.0f} % "

@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from evenroute.tools.report.words import one_line
+from evenroute.tools.report.words import one_line, visible
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NO_DATA = "no data"
@@ -62,9 +62,10 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     """A table without rules: the first column to the left, the others to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+        # Where it is too narrow, names are folded and figures stay whole.
+        table.add_column(column, justify="right" if index else "left", no_wrap=index > 0, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(visible, row))
     return table
 
 
@@ -75,7 +76,7 @@ def summary(facts: dict[str, Any], width: int) -> RenderableType:
     if "num_windows" not in facts:
         return _placement_only(facts)
     balance = facts["balancedness"]
-    parts: list[RenderableType] = [Text(facts["path"], style="bold"), pairs(_heading(facts))]
+    parts: list[RenderableType] = [Text(source_name(facts), style="bold"), pairs(_heading(facts))]
     if balance is not None:
         parts += [Text(), _balancedness(facts, balance, width)]
     if "plan" in facts:
@@ -90,6 +91,12 @@ def summary(facts: dict[str, Any], width: int) -> RenderableType:
     if facts["placements"]:
         parts += [Text(), _placements(facts["placements"], facts["placements_are"] or "since")]
     return Group(*parts)
+
+
+def source_name(facts: dict[str, Any], *, folder: bool = True) -> str:
+    """The file, and the key where it holds several placements or models."""
+    path = facts["path"] if folder else facts["path"].rsplit("/", 1)[-1]
+    return visible(f"{path} [{facts['key']}]" if facts["key"] else path)
 
 
 def _heading(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -129,7 +136,9 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _balancedness(facts: dict[str, Any], balance: dict[str, Any], width: int) -> RenderableType:
-    title = f"Balancedness (mean over ranks / max over ranks; 1 is perfect) with {facts['placement']}"
+    title = (
+        f"Balancedness (mean over ranks / max over ranks; 1 is perfect) with {visible(facts['placement'])}"
+    )
     worst = balance["worst_layer"]
     line = f"mean over layers {number(balance['mean'])}   worst {number(balance['worst'])}"
     line += f"{'' if worst is None else f' (layer {worst})'}   total {number(balance['total'])}"
@@ -159,7 +168,7 @@ def _plan(plan: dict[str, Any]) -> RenderableType:
     worst = balance["worst_layer"]
     line = f"mean over layers {number(balance['mean'])}   worst {number(balance['worst'])}"
     line += f"{'' if worst is None else f' (layer {worst})'}   total {number(balance['total'])}"
-    return Group(title, Text(line), Text(plan["reason"]))
+    return Group(title, Text(line), Text(one_line(plan["reason"])))
 
 
 def _skew(skew: dict[str, Any]) -> Table:
@@ -240,7 +249,7 @@ def _placement_only(facts: dict[str, Any]) -> RenderableType:
         ("replicas", facts["replicas"]),
     ]
     notes = [("note", note) for note in facts["notes"]]
-    return Group(Text(facts["path"], style="bold"), pairs(lines + notes))
+    return Group(Text(source_name(facts), style="bold"), pairs(lines + notes))
 
 
 def _log_summary(facts: dict[str, Any], width: int) -> RenderableType:
@@ -256,7 +265,7 @@ def _log_summary(facts: dict[str, Any], width: int) -> RenderableType:
         ("over time", sparkline(values, max(width - 20, 10))),
     ]
     notes = [("note", note) for note in facts["notes"]]
-    return Group(Text(facts["path"], style="bold"), pairs(lines + notes))
+    return Group(Text(source_name(facts), style="bold"), pairs(lines + notes))
 
 
 def console(*, at_least: int = 0) -> Console:

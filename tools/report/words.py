@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-import unicodedata
+import codecs
+import sys
+
+from evenroute.eplb._io import escaped, visible
+
+__all__ = ["one_line", "plain_streams", "plural", "short", "visible"]
+
+# One character for one, so that columns stay in their places.
+_PLAIN = dict(zip("▁▂▃▄▅▆▇█", "_.:-=+*#", strict=True))
+_ENCODING_ERRORS = "evenroute-plain"
 
 
 def one_line(text: str) -> str:
-    """A name that somebody else chose, safe to show: one line, no control characters, no stray spaces."""
-    visible = "".join(
-        " " if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp") else char for char in text
-    )
-    return " ".join(visible.split())
+    """As `visible`, without stray spaces; line breaks become spaces."""
+    return visible(" ".join(text.split()))
+
+
+def plain_streams() -> None:
+    """From now on stdout and stderr show what their encoding cannot write as plain signs or escapes."""
+    codecs.register_error(_ENCODING_ERRORS, _replacement)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors=_ENCODING_ERRORS)
+
+
+def _replacement(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(char) or escaped(char) for char in text), error.end
 
 
 def short(value: float) -> str:

@@ -162,6 +162,43 @@ def test_arrays_that_memory_cannot_hold(tmp_path: Path, monkeypatch: pytest.Monk
     assert_one_line_error(evenroute("inspect", tmp_path / "l.json"), "100,000 are available")
 
 
+@pytest.mark.parametrize("name", ["z.npz", "z.pt"])
+def test_a_zip_bomb_is_not_unpacked(tmp_path: Path, name: str) -> None:
+    """Refused by what its directory says, however it is divided."""
+    zeros = bytes(8 << 20)
+    with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(40):
+            archive.writestr("z/data.pkl" if name == "z.pt" and not number else f"z/{number}.npy", zeros)
+    began = time.monotonic()
+    assert_one_line_error(
+        evenroute("inspect", tmp_path / name), name, "that unpack to 335,544,320", "100 times"
+    )
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 0, "layer": 0, "top_indices": [[0, 1]]}',
+        "EPLB step: 1 avg_tokens=1, max_tokens=2, balancedness=0.5",
+    ],
+)
+def test_a_line_without_an_end_is_not_held(
+    tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may be longer than it takes on disk: what memory cannot hold is not read as one line."""
+    monkeypatch.setattr(regular_files, "_MOST_LINE", 1 << 20)
+    path = tmp_path / "t.jsonl"
+    path.write_text(line + "\n")
+    if line.startswith("EPLB"):
+        path = path.rename(tmp_path / "t.log")
+    assert evenroute("inspect", path).status == 0
+    os.truncate(path, 1 << 40)
+    began = time.monotonic()
+    assert_one_line_error(evenroute("inspect", path), path.name, "a line of more than 1,048,576 bytes")
+    assert time.monotonic() - began < 10
+
+
 def test_an_array_whose_size_overflows(tmp_path: Path) -> None:
     head = repr({"descr": "<f8", "fortran_order": False, "shape": (10**12, 10**12)}).encode() + b"\n"
     (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head)

@@ -185,7 +185,7 @@ def test_no_answer_says_what_is_missing(tmp_path: Path) -> None:
 
 
 ODD = " dsv3\n\x1b[31m [/red] [bold]x\u200b  y "
-CLEAN = "dsv3 [31m [/red] [bold]x y"
+CLEAN = r"dsv3 \x1b[31m [/red] [bold]x\u200b y"
 
 
 def test_names_of_others_are_shown_in_one_line(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from evenroute.eplb.files.open import open_source
-from evenroute.tools.pt_files import read_pt
+from evenroute.tools.inputs import read_pt
 from support.command import assert_one_line_error, evenroute, evenroute_without
 from support.foreign_files import (
     random_counts,
