@@ -23,6 +23,19 @@ def register() -> None:
     folder = os.environ.get("EVENROUTE_CHECKS")
     if not folder:
         return
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    original = WorkerBase.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _watch(folder)  # not earlier: vLLM on CPUs can't have numba imported before its workers are made
+
+    if original.__name__ != "made":
+        WorkerBase.__init__ = made
+
+
+def _watch(folder: str) -> None:
     from evenroute.dist.engines.vllm import job, routes
 
     if hasattr(job.VllmJob, "_checked"):

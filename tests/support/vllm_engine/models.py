@@ -97,8 +97,8 @@ def write_qwen3_moe(folder: Path, *, layers: int = LAYERS, seed: int = 0) -> Pat
 
 
 def write_deepseek(folder: Path, *, layers: int = LAYERS, seed: int = 0) -> Path:
-    """GLM-4-MoE's form, which is DeepSeek-V3's router (sigmoid, bias, groups, a factor, a shared expert, the first layer
-    dense) with plain attention."""
+    """GLM-4-MoE's form: DeepSeek-V3's router (sigmoid, bias, groups, a factor), a shared expert, the first layer dense,
+    and plain attention."""
     tensors, random = _common(torch.Generator().manual_seed(seed))
     for layer in range(layers):
         p = f"model.layers.{layer}."
