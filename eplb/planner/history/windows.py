@@ -16,6 +16,7 @@ from evenroute.eplb.placement.topology import Topology, require_positive
 
 COMBINATIONS = ("mean", "last", "ewma", "robust")
 EWMA_WEIGHT = 0.5
+NOISE_LIMIT = 0.01  # balancedness that a plan may lose to sampling without a word
 
 
 def validate_windows(windows: ArrayLike) -> NDArray[np.float64]:
@@ -130,3 +131,27 @@ def tokens_needed(
     error = _error_per_assignment(array, topology, num_slots, None)
     known = error[array.any(axis=1)]
     return int(np.ceil((known.mean() / loss) ** 2 / top_k)) if len(known) else 0
+
+
+def counting_noise(counted: NDArray[np.float64], topology: Topology, num_slots: int) -> float:
+    """Balancedness that a plan from these loads loses to sampling; 0 unless they are counts (whole numbers)."""
+    if not counted.any() or counted.max() > 2.0**53 or (counted != np.rint(counted)).any():
+        return 0.0
+    busy = counted[counted.any(axis=1)]
+    return float(sampling_loss(busy, topology, num_slots).mean())
+
+
+def noise_notice(windows: NDArray[np.float64], how: str, topology: Topology, num_slots: int) -> list[str]:
+    """A line if these counts are too few to plan from."""
+    if windows.size == 0 or windows.max() > 2.0**53:
+        return []
+    counted = windows[-1] if how == "last" else windows.sum(axis=0)
+    loss = counting_noise(counted, topology, num_slots)
+    if loss <= NOISE_LIMIT:
+        return []
+    per_layer = float(counted[counted.any(axis=1)].sum(axis=1).mean())
+    needed = per_layer * (loss / NOISE_LIMIT) ** 2
+    return [
+        f"too few tokens: {per_layer:.4g} counted assignments a layer lose about {loss:.3f} of balancedness "
+        f"to sampling noise; {needed:.4g} are needed for {NOISE_LIMIT}"
+    ]
