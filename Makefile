@@ -11,13 +11,14 @@ SOURCES := $(shell find evenroute eplb routing dist tools -name '*.py' 2>/dev/nu
 STAMP   := $(VENV)/.installed-$(SOURCES)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-slow simulate test-gpu test-multigpu test-release lint format types ci wheel clean
+.PHONY: help install demo test test-slow simulate mutants test-gpu test-multigpu test-release lint format types ci wheel clean
 
 help:
 	@echo "make demo      set up $(VENV) and run the main job on $(RANKS) ranks"
 	@echo "make test      set up $(VENV) and run the tests (under 15 minutes on two cores)"
 	@echo "make test-slow the long suites: simulator, chaos, scale, fuzz"
 	@echo "make simulate  100,000 seeded schedules of faults on the switch protocol (SEEDS=A:B)"
+	@echo "make mutants   plants small faults in protocol, store, transfer and planner; prints those no test notices (SAMPLE=N, FILES=GLOB)"
 	@echo "make test-gpu  the suite for one GPU; make test-multigpu for two or more"
 	@echo "make test-release  build wheel and sdist, run them in a fresh environment; make demo in a clean copy"
 	@echo "make lint | format | types | wheel | ci | clean"
@@ -47,6 +48,12 @@ test-slow: install
 SEEDS ?= 0:100000
 simulate: install
 	cd tests && $(abspath $(BIN))/python -m support.simulator --seeds $(SEEDS) --jobs $$(nproc)
+
+# Generated faults against the unit tests; a survivor is a missing test, or is explained in tests/support/mutants.md.
+SAMPLE ?= 400
+FILES ?= *
+mutants: install
+	cd tests && $(abspath $(BIN))/python -m support.mutants --sample $(SAMPLE) --files '$(FILES)' --jobs $$(nproc)
 
 test-gpu: install
 	$(BIN)/python -m pytest -m "gpu"
