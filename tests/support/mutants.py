@@ -76,7 +76,7 @@ Fault = tuple[int, str, Callable[[], None]]
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes below that run: no annotations, decorators, wording or docstrings."""
+    """The nodes below that run: no annotations, wording, `strict`, nor constants of a module."""
     hidden: set[int] = set()
     for name in ("annotation", "returns", "decorator_list", "bases", "type_comment"):
         found = getattr(node, name, None)
@@ -85,6 +85,10 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
         if id(child) in hidden or isinstance(child, _TEXT):
             continue
         if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+            continue
+        if isinstance(child, ast.keyword) and child.arg == "strict":
+            continue
+        if isinstance(node, ast.Module) and isinstance(child, ast.Assign | ast.AnnAssign):
             continue
         yield child
 
