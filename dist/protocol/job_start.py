@@ -19,6 +19,7 @@ from evenroute.dist.wire.messages import (
     JobShape,
     Key,
     MessageError,
+    Refusal,
     Snapshot,
     SnapshotRequest,
     Up,
@@ -84,7 +85,9 @@ class JobStartCore:
         self._sent_at = 0.0
         self._begun_at = 0.0
         self._result: StartedJob | None = None
-        self.refused: str | None = None  # why an answered placement was not taken; for the log
+        self.refused: str | None = (
+            None  # why the request or the answered placement was not taken; for the log
+        )
 
     def begin(self, now: float) -> list[Up]:
         """The first request."""
@@ -93,6 +96,8 @@ class JobStartCore:
 
     def receive(self, message: Down) -> None:
         """Take the answer to this request; all else is ignored."""
+        if isinstance(message, Refusal) and message.number in (0, self._nonce):
+            self.refused = f"refused by the rebalancer: {message.reason}"
         if self._result is not None or not isinstance(message, Snapshot):
             return
         if message.run != 0 or message.nonce != self._nonce or message.epoch == 0:
@@ -110,8 +115,9 @@ class JobStartCore:
         """What to broadcast; None = go on waiting. Raises TimeoutError past the limit, if a rebalancer is required."""
         if self._result is None and now - self._begun_at >= self._config.time_limit_s:
             if self._config.required:
+                why = "" if self.refused is None else f" ({self.refused})"
                 raise TimeoutError(
-                    f"job start: no snapshot from the rebalancer within {self._config.time_limit_s:g} s"
+                    f"job start: no snapshot from the rebalancer within {self._config.time_limit_s:g} s{why}"
                 )
             self._result = self._own(epoch=0)
         return self._result

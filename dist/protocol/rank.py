@@ -12,7 +12,9 @@ Forward thread, at each step that is a multiple of ``agree_every`` (k = step // 
 2. ``set_staged`` / ``set_error`` from the mover, then post ``vote()``, which is vote k.
 """
 
+import secrets
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +33,7 @@ from evenroute.dist.wire.messages import (
     MessageError,
     PlacementMessage,
     RankStatus,
+    Refusal,
     Rows,
     RowsRequest,
     Token,
@@ -81,7 +84,8 @@ class RankCounters:
     dropped_epoch: int = 0
     placements_accepted: int = 0
     placements_old: int = 0
-    refusals: list[str] = field(default_factory=list)  # the last ten, one line each
+    refusals: list[str] = field(default_factory=list)  # of both sides: the last ten, one line each
+    refused_by_rebalancer: list[str] = field(default_factory=list)  # its last ten reasons
 
 
 class RankCore:
@@ -95,6 +99,7 @@ class RankCore:
         config: RankConfig,
         prepare_with: Callable[[PlacementMessage, JobShape], PreparedPlacement] = prepare_placement,
         start: Version | None = None,
+        identity: int | None = None,
     ) -> None:
         start = started.version() if start is None else start
         self.run = started.run
@@ -106,12 +111,14 @@ class RankCore:
         self.conflict: Key = NO_KEY
         self.refused: Key = NO_KEY
         self.token = 0
+        self.identity = secrets.randbits(62) if identity is None else identity
         self.counters = RankCounters()
         self.state = AgreedState(
             start, num_buffers=config.num_buffers, settings=(config.agree_every, started.run)
         )
         self.stream = RankStream(run=started.run, rank=rank, resend_s=config.resend_s)
         self._prepare = prepare_with
+        self.notices: deque[str] = deque(maxlen=100)  # refusals that the driver has not logged yet
         self._voted: Version | None = None
         self._vote_posted = False
         self._staged = 0
@@ -132,6 +139,11 @@ class RankCore:
     def receive(self, message: Down | PreparedPlacement, now: float) -> list[Up]:
         """Take a message of the rebalancer. Returns what to send, in order."""
         plain = message.message if isinstance(message, PreparedPlacement) else message
+        if isinstance(plain, Refusal) and plain.run in (0, self.run) and plain.what != "window":
+            self._note_refusal(
+                plain
+            )  # nothing of the protocol depends on it: also of a rebalancer that is fenced
+            return self.tick(now)
         if plain.run != self.run:
             self.counters.dropped_run += 1
             return []
@@ -143,6 +155,10 @@ class RankCore:
                 self._receive_placement(message if isinstance(message, PreparedPlacement) else plain)
             case Ack():
                 return [*self.stream.acknowledged(plain.seq, now), *self.tick(now)]
+            case Refusal():
+                self._note_refusal(plain)
+                if plain.what == "window":
+                    return [*self.stream.refused(plain.number, now), *self.tick(now)]
             case Token():
                 if self.token != plain.token:
                     self.token, self._status_due = plain.token, True
@@ -160,6 +176,18 @@ class RankCore:
             self.fence, self._status_due = message.epoch, True
         return True
 
+    def _note_refusal(self, message: Refusal) -> None:
+        """Once for each reason, whatever is sent again."""
+        known = self.counters.refused_by_rebalancer
+        if message.reason not in known:
+            self.counters.refused_by_rebalancer = [*known[-9:], message.reason]
+            text = f"the rebalancer refused {message.what or 'a message'} {message.number or ''}".rstrip()
+            self._note(f"{text}: {message.reason}")
+
+    def _note(self, text: str) -> None:
+        self.counters.refusals = [*self.counters.refusals[-9:], text]
+        self.notices.append(text)
+
     def _receive_placement(self, message: PlacementMessage | PreparedPlacement) -> None:
         plain = message.message if isinstance(message, PreparedPlacement) else message
         if plain.key < self.newest.key:
@@ -174,7 +202,7 @@ class RankCore:
         self._status_due = True
         if prepared.version is None:
             self.refused = max(self.refused, plain.key)
-            self.counters.refusals = [*self.counters.refusals[-9:], f"version {plain.key}: {prepared.error}"]
+            self._note(f"version {plain.key}: {prepared.error}")
             return
         self.newest = prepared.version
         self.counters.placements_accepted += 1
@@ -220,6 +248,7 @@ class RankCore:
             run=self.run,
             rank=self.rank,
             job=self.job,
+            identity=self.identity,
             vote=state.votes_decided,
             held=self.newest.key,
             held_digest=self.newest.digest,

@@ -26,12 +26,13 @@ from evenroute.dist.protocol.types import (
     RebalancerCounters,
     Timeouts,
 )
-from evenroute.dist.protocol.view import RunView
+from evenroute.dist.protocol.view import RunView, implausible
 from evenroute.dist.wire.messages import (
     Goodbye,
     JobShape,
     RankStatus,
     RankWindow,
+    Refusal,
     Rows,
     RowsRequest,
     Snapshot,
@@ -76,7 +77,6 @@ class RebalancerCore:
         self._stamp = stamp
         self._accept_job = accept_job
         self._token = random_bits(62) or 1
-        self._highest_fence = 0
         self._first_due = False
         self._rows_asked_at = float("-inf")
         self.windows = WindowReceipt(store, self.counters, self.notices)
@@ -91,7 +91,7 @@ class RebalancerCore:
             case RankWindow():
                 return self.receive_windows([(peer, message)])
             case Rows():
-                return self._guarded(self._receive_rows, message, now)
+                return self._guarded(self._receive_rows, peer, message, now)
             case SnapshotRequest():
                 return self._guarded(self._receive_snapshot_request, peer, message, now)
             case Goodbye():
@@ -117,26 +117,20 @@ class RebalancerCore:
             return self._end(str(error))
 
     def _receive_status(self, peer: Peer, status: RankStatus, now: float) -> list[Outgoing]:
-        self._highest_fence = max(self._highest_fence, status.fence)
-        if self._fenced(status):
+        if (reason := self._implausible(status)) is not None:
+            return self._refuse(peer, status.run, "status", f"rank {status.rank}: {reason}")
+        if self._fenced(status, now):
             return self._end(
-                f"rank {status.rank} is led by epoch {status.fence}, above this one's {self.epoch}"
+                f"rank {status.rank} is led by epoch {status.fence}, above {self.epoch}, this one's"
             )
         if self.view is None or status.run != self.view.run:
             if status.token != self._token:
                 self.counters.statuses_of_other_runs += 1
                 return [Outgoing(peer, Token(status.run, self.epoch, self._token))]
-            if not self._adopt(status):
-                return []
+            if (reason := self._accept_job(status.job)) is not None:
+                return self._refuse(peer, status.run, "status", f"job refused: {reason}")
+            self._adopt(status)
         assert self.view is not None
-        if status.job != self.view.job:
-            self._reject("job", f"rank {status.rank}: job shape {status.job}, the run has {self.view.job}")
-            return []
-        highest = max(status.held, self.view.key_range(status)[1])
-        if self.phase is Phase.SERVING and highest > (self.epoch, self.version):
-            # Its fence is not above this epoch, so nobody can have published that.
-            self._reject("status", f"rank {status.rank}: has version {highest}, which was never published")
-            return []
         self.counters.statuses += 1
         self.view.add(status, peer, now)
         if self.phase is Phase.WAITING:
@@ -146,9 +140,22 @@ class RebalancerCore:
             return self._advance(now)
         return self._answer_status(peer, status, now)
 
-    def _fenced(self, status: RankStatus) -> bool:
-        # Of any run: an epoch below a rank's fence can't reach that rank any more, not even with a token.
-        return self.phase is Phase.SERVING and status.fence > self.epoch
+    def _implausible(self, status: RankStatus) -> str | None:
+        """Why nobody honest can have sent this; None if it may be."""
+        if self.phase is Phase.WAITING:
+            return implausible(status, self.view, known_epoch=self._store.last_epoch(), newest=None)
+        return implausible(status, self.view, known_epoch=self.epoch, newest=(self.epoch, self.version))
+
+    def _fenced(self, status: RankStatus, now: float) -> bool:
+        """An epoch below a rank's fence can't reach that rank any more, not even with a token.
+
+        Another run's fence counts only while the current one is not heard: else a stranger could end this life.
+        """
+        if self.phase is not Phase.SERVING or status.fence <= self.epoch:
+            return False
+        return (
+            self.view is None or status.run == self.view.run or not self.view.lives(now, self.config.live_s)
+        )
 
     def _answer_status(self, peer: Peer, status: RankStatus, now: float) -> list[Outgoing]:
         assert self.view is not None
@@ -157,16 +164,13 @@ class RebalancerCore:
             self._first_due = True
         elif status is self.view.newest_status and self.view.live_range() == (newest, newest):
             self._published.settled_in_time()
-        version = self.version
         out = self._advance(now)
-        if version == self.version and status.held < newest:
+        if newest == self._published.key and status.held < newest:
             self.counters.placements_resent += 1
             out.append(Outgoing(peer, self._published.message(self.view.run, self.epoch)))
         return out
 
-    def _adopt(self, status: RankStatus) -> bool:
-        if not self._job_accepted(status.job):
-            return False
+    def _adopt(self, status: RankStatus) -> None:
         self._token = self._random_bits(62) or 1
         self.view = RunView(status.run, status.job, self._store)
         self.windows.begin_run(status.job)
@@ -176,36 +180,28 @@ class RebalancerCore:
             self.job = status.job
             if self.phase is Phase.SERVING:
                 self._take_newest_of_store()
-        return True
-
-    def _job_accepted(self, job: JobShape) -> bool:
-        reason = self._accept_job(job)
-        if reason is not None:
-            self._reject("job", f"job refused: {reason}")
-        return reason is None
 
     def _receive_snapshot_request(self, peer: Peer, request: SnapshotRequest, now: float) -> list[Outgoing]:
-        if not self._job_accepted(request.job):
-            return []
+        if (reason := self._accept_job(request.job)) is not None:
+            return self._refuse(peer, 0, "snapshot?", f"job refused: {reason}", request.nonce)
         if self.phase is Phase.WAITING:
-            if self.job is None:
-                self.job = request.job
+            self.job = self.job or request.job
             if not self._begin(now):
                 return []
-        newest = self.newest
-        if newest is None or request.job != self.job:
-            return [Outgoing(peer, Snapshot(0, self.epoch, request.nonce))]
-        answer = Snapshot(0, self.epoch, request.nonce, newest.key, newest.digest, self._published.wire)
+        answer, newest = Snapshot(0, self.epoch, request.nonce), self.newest
+        if newest is not None and request.job == self.job:
+            answer = Snapshot(0, self.epoch, request.nonce, newest.key, newest.digest, self._published.wire)
         return [Outgoing(peer, answer)]
 
-    def _receive_rows(self, message: Rows, now: float) -> list[Outgoing]:
+    def _receive_rows(self, peer: Peer, message: Rows, now: float) -> list[Outgoing]:
         if self.view is None or message.run != self.view.run or self.phase is not Phase.SERVING:
+            return []
+        if not self.view.speaks_for(peer, message.rank):
             return []
         try:
             found = self.view.take_rows(message)
         except ValueError as error:
-            self._reject("rows", f"rank {message.rank}: rows refused: {error}")
-            return []
+            return self._refuse(peer, message.run, "rows", f"rank {message.rank}: {error}")
         for digest, row in found.items():
             try:
                 self._store.keep_row(digest, row.slots, row.shares, epoch=self.epoch)
@@ -226,9 +222,10 @@ class RebalancerCore:
     def _begin(self, now: float) -> bool:
         """Take an epoch above all that are known; True if the life began."""
         try:
-            highest = max(self._store.last_epoch(), self._highest_fence)
-            counter = (highest >> EPOCH_RANDOM_BITS) + 1
-            epoch = counter << EPOCH_RANDOM_BITS | self._random_bits(EPOCH_RANDOM_BITS)
+            fences = () if self.view is None else (rank.fence for rank in self.view.ranks.values())
+            highest = max([self._store.last_epoch(), *fences])
+            epoch = (highest >> EPOCH_RANDOM_BITS) + 1 << EPOCH_RANDOM_BITS
+            epoch |= self._random_bits(EPOCH_RANDOM_BITS)
             self._store.begin_epoch(epoch, pid=self.config.pid, now=self._stamp())
         except StoreError as error:
             self._store_failed(f"epoch not kept: {error}")
@@ -245,7 +242,7 @@ class RebalancerCore:
         if self.view is None:
             return []
         if self._first_due:
-            content = self.view.live_placement() if self.newest is None else self.newest.placement
+            content = self.live_placement() if self.newest is None else self.newest.placement
             if content is not None:
                 reason = "the store's newest" if self.newest is not None else "the rows in use"
                 moves = np.zeros(content.num_layers, dtype=np.int64)
@@ -257,8 +254,7 @@ class RebalancerCore:
     def _ask_rows(self, now: float) -> list[Outgoing]:
         assert self.view is not None
         self._rows_asked_at = now
-        peer = self.view.furthest_peer()
-        return [Outgoing(peer, RowsRequest(self.view.run, self.epoch))]
+        return [Outgoing(self.view.furthest_peer(), RowsRequest(self.view.run, self.epoch))]
 
     def _publish(self, placement: Placement, info: PlacementInfo, now: float) -> list[Outgoing]:
         assert self.view is not None
@@ -294,7 +290,7 @@ class RebalancerCore:
         return self.phase is Phase.SERVING and self.live_placement() is not None
 
     def live_placement(self) -> Placement | None:
-        """What the ranks route with, rows of different versions side by side; None while not (fully) known."""
+        """What the ranks route with, layers of different versions side by side; None while not (fully) known."""
         return None if self.view is None else self.view.live_placement()
 
     def loads(self) -> LoadView | None:
@@ -343,9 +339,11 @@ class RebalancerCore:
         self.notices.append(Notice("ended", reason))
         return []
 
-    def _reject(self, kind: str, text: str) -> None:
+    def _refuse(self, peer: Peer, run: int, what: str, reason: str, number: int = 0) -> list[Outgoing]:
+        """The answer that ends a message which will never be taken."""
         self.counters.messages_rejected += 1
-        self.notices.append(Notice(kind, text))
+        self.notices.append(Notice(what.rstrip("?"), f"{what} refused: {reason}"))
+        return [Outgoing(peer, Refusal(run, self.epoch, what, number, reason[:500]))]
 
     def _store_failed(self, text: str) -> None:
         self.counters.store_errors += 1

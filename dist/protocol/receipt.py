@@ -6,6 +6,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,11 @@ from numpy.typing import NDArray
 from evenroute.dist.protocol.store import ProtocolStore, RankWindowRow, Receipt, StoreError, job_row
 from evenroute.dist.protocol.types import Notice, Outgoing, Peer, RebalancerCounters
 from evenroute.dist.protocol.view import RunView
-from evenroute.dist.wire.messages import Ack, JobShape, MessageError, RankWindow, check_window, window_counts
+from evenroute.dist.wire.messages import Ack, JobShape, MessageError, RankWindow, Refusal
+from evenroute.dist.wire.received import check_window, counts_above, window_counts
+from evenroute.eplb.store.schema import LARGEST_TOTAL
+
+_REFUSALS = (ValueError, OverflowError)  # of the store, for what it can't hold
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class LoadAccumulator:
     def add(self, receipt: Receipt) -> None:
         """Add a window that was stored just now."""
         window = receipt.window
-        self._counts += window.counts
+        self.add_counts(window.counts)
         self._tokens += window.tokens
         known = self._ranks.get(window.rank)
         if known is None:
@@ -88,6 +93,10 @@ class LoadAccumulator:
         known.tokens += window.tokens
         known.last_seq = window.seq
 
+    def add_counts(self, counts: NDArray[np.int64]) -> None:
+        """Add counts int64 [L, E], each below 2^47."""
+        np.minimum(self._counts + counts, LARGEST_TOTAL, out=self._counts)
+
     def view(self) -> LoadView:
         """A copy of what there is."""
         ranks = tuple(RankCoverage(rank, **asdict(self._ranks[rank])) for rank in sorted(self._ranks))
@@ -99,6 +108,12 @@ class LoadAccumulator:
             whole = max(r.last_step for r in ranks) - min(r.first_step for r in ranks) + 1
             coverage = max(common, 0) / whole
         return LoadView(self._counts.copy(), self._tokens, ranks, complete, coverage, missing)
+
+
+class _About(TypedDict):
+    epoch: int
+    stamp: float
+    keep_rank_detail: bool
 
 
 class WindowReceipt:
@@ -131,26 +146,61 @@ class WindowReceipt:
         """
         batch: list[RankWindowRow] = []
         senders: list[Peer] = []
+        answers: list[Outgoing] = []
         for peer, window in windows:
-            if window.run != view.run:
+            if window.run != view.run or not view.speaks_for(peer, window.rank):
                 self._counters.windows_ignored += 1
                 continue
             try:
                 check_window(window, view.job)
             except MessageError as error:
-                self._counters.windows_rejected += 1
-                text = f"rank {window.rank}: window {window.seq} rejected: {error}"
-                self._notices.append(Notice("window", text))
+                answers.append(self._refuse(peer, window, view, epoch, str(error)))
                 continue
+            excess = counts_above(window, view.job)
+            if excess:
+                self._counters.windows_over_announced += 1
+                text = (
+                    f"{excess} counts more in a layer than {window.tokens} tokens x top-{view.job.top_k} make"
+                )
+                self._flag(view, window, f"stored with {text}")
+            else:
+                view.ranks[window.rank].trouble = ""
             batch.append(_record(window, view.job))
             senders.append(peer)
         if not batch:
-            return []
-        receipts = self.store(batch, view.job, epoch=epoch, stamp=stamp, keep_rank_detail=keep_rank_detail)
-        return [
+            return answers
+        about: _About = {"epoch": epoch, "stamp": stamp, "keep_rank_detail": keep_rank_detail}
+        try:
+            receipts = self.store(batch, view.job, **about)
+        except _REFUSALS:
+            # One of them: each by itself, so that the others do not suffer for it.
+            for peer, row in zip(senders, batch, strict=True):
+                answers += self._store_alone(peer, row, view, about)
+            return answers
+        acks = (
             Outgoing(peer, Ack(receipt.window.run, epoch, receipt.window.seq))
             for peer, receipt in zip(senders, receipts, strict=False)  # none is stored where the store fails
-        ]
+        )
+        return [*answers, *acks]
+
+    def _store_alone(self, peer: Peer, row: RankWindowRow, view: RunView, about: "_About") -> list[Outgoing]:
+        try:
+            stored = self.store([row], view.job, **about)
+        except _REFUSALS as error:
+            return [self._refuse(peer, row, view, about["epoch"], f"the store can't take it: {error}")]
+        return [Outgoing(peer, Ack(row.run, about["epoch"], row.seq))] if stored else []
+
+    def _refuse(
+        self, peer: Peer, window: RankWindow | RankWindowRow, view: RunView, epoch: int, reason: str
+    ) -> Outgoing:
+        """The rank drops the window at this answer and goes on with the next."""
+        self._counters.windows_rejected += 1
+        self._flag(view, window, f"refused: {reason}")
+        return Outgoing(peer, Refusal(window.run, epoch, "window", window.seq, reason[:500]))
+
+    def _flag(self, view: RunView, window: RankWindow | RankWindowRow, text: str) -> None:
+        view.ranks[window.rank].trouble = f"window {window.seq} {text}"
+        self._notices.append(Notice("window", f"rank {window.rank}: window {window.seq} {text}"))
 
     def store(
         self, batch: list[RankWindowRow], job: JobShape, *, epoch: int, stamp: float, keep_rank_detail: bool

@@ -1,8 +1,8 @@
 """One rank's stream of counts: a sealed window in flight, an open one behind it. No I/O, no clock.
 
-A sealed window never changes and is resent until acknowledged; later counts add up in one open window, sealed with
-the next sequence number at the acknowledgement. So memory is bounded by two windows, and counted = stored + in flight
-(unless stored) + open.
+A sealed window never changes and is resent until it is acknowledged, or refused for good; later counts add up in one
+open window, sealed with the next sequence number then. So memory is bounded by two windows, and counted = stored +
+refused + in flight (unless stored) + open.
 """
 
 from dataclasses import dataclass
@@ -43,6 +43,8 @@ class RankStream:
         self._open: _OpenWindow | None = None
         self.in_flight: RankWindow | None = None
         self.windows_acknowledged = 0
+        self.windows_refused = 0
+        self.tokens_refused = 0
 
     def add(
         self, first_step: int, last_step: int, tokens: int, counts: NDArray[np.int64], now: float
@@ -63,6 +65,15 @@ class RankStream:
             return []
         self.in_flight = None
         self.windows_acknowledged += 1
+        return self._seal(now)
+
+    def refused(self, seq: int, now: float) -> list[RankWindow]:
+        """The window ``seq`` will never be stored: it is dropped. Returns what to send now."""
+        if self.in_flight is None or self.in_flight.seq != seq:
+            return []
+        self.tokens_refused += self.in_flight.tokens
+        self.in_flight = None
+        self.windows_refused += 1
         return self._seal(now)
 
     def tick(self, now: float) -> list[RankWindow]:

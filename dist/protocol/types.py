@@ -12,6 +12,8 @@ from evenroute.dist.wire.messages import Down
 
 Peer: TypeAlias = Hashable
 EPOCH_RANDOM_BITS = 20
+MAX_LIVES_AHEAD = 1 << 20
+"""Lives by which a rank's fence may lie above what this store knows (others were lost): above that it is no fence."""
 
 
 class Phase(Enum):
@@ -33,11 +35,13 @@ class Outgoing:
 @dataclass(frozen=True)
 class Timeouts:
     """``publish_timeout_s``: how long a version may stay unfinished before a newer one may follow; doubles each time
-    that was needed, up to ``max_publish_timeout_s``. ``pid`` is noted with the epoch."""
+    that was needed, up to ``max_publish_timeout_s``. ``live_s``: a rank that was heard so
+    lately is alive. ``pid`` is noted with the epoch."""
 
     publish_timeout_s: float = 60.0
     max_publish_timeout_s: float = 3600.0
     rows_resend_s: float = 1.0
+    live_s: float = 5.0
     pid: int = 0
 
 
@@ -70,7 +74,8 @@ class RebalancerCounters:
     windows_duplicate: int = 0
     windows_missing: int = 0
     windows_rejected: int = 0
-    windows_ignored: int = 0  # of another run, or before the life began: they come again
+    windows_over_announced: int = 0  # stored, though they hold more counts than their tokens can make
+    windows_ignored: int = 0  # come again: of another run, before the life began, of an unknown peer
     messages_rejected: int = 0
     placements_published: int = 0
     placements_resent: int = 0

@@ -7,31 +7,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.dist.protocol.store import ProtocolStore, StoreError
-from evenroute.dist.wire.messages import (
-    NO_KEY,
-    JobShape,
-    Key,
-    RankStatus,
-    Rows,
-    live_digest_array,
-    live_key_array,
-)
+from evenroute.dist.protocol.types import EPOCH_RANDOM_BITS, MAX_LIVES_AHEAD
+from evenroute.dist.wire.messages import NO_KEY, JobShape, Key, RankStatus, Rows
 from evenroute.dist.wire.placement import unpack_placement
+from evenroute.dist.wire.received import live_digest_array, live_key_array
 from evenroute.eplb.placement.placement import Placement, PlacementRow, row_digest
 from evenroute.eplb.placement.topology import Topology
 
 
 @dataclass
 class RankView:
-    """What one rank last reported; key fields are the highest it reported. ``heard_at``: the driver's clock."""
+    """What one rank last reported; key fields are the highest it reported. ``heard_at``: the driver's clock.
+
+    ``peer``: the connection that showed the rank's ``identity`` last; nobody else speaks for it. ``trouble``: what was
+    wrong with its last window, "" = nothing.
+    """
 
     peer: Hashable
     heard_at: float
+    identity: int
     vote: int = 0
     held: Key = NO_KEY
     fence: int = 0
     conflict: Key = NO_KEY
     refused: Key = NO_KEY
+    trouble: str = ""
 
     def update(self, status: RankStatus, peer: Hashable, now: float) -> None:
         """Take a status; one that was overtaken changes no key."""
@@ -58,13 +58,26 @@ class RunView:
 
     def add(self, status: RankStatus, peer: Hashable, now: float) -> None:
         """Take a status of this run (its job shape is this one)."""
-        rank = self.ranks.setdefault(status.rank, RankView(peer, now))
+        rank = self.ranks.setdefault(status.rank, RankView(peer, now, status.identity))
         rank.update(status, peer, now)
         if self._supersedes(status):
             changed = self.newest_status is None or self.newest_status.live_digests != status.live_digests
             self.newest_status = status
             if changed:
                 self._look_up(live_digest_array(status))
+
+    def is_another(self, status: RankStatus) -> bool:
+        """Whether somebody else speaks for the status's rank already."""
+        known = self.ranks.get(status.rank)
+        return known is not None and known.identity != status.identity
+
+    def lives(self, now: float, live_s: float) -> bool:
+        """Whether a rank of this run was heard in the last ``live_s`` seconds."""
+        return any(now - rank.heard_at < live_s for rank in self.ranks.values())
+
+    def speaks_for(self, peer: Hashable, rank: int) -> bool:
+        """Whether ``peer`` is the connection that showed this rank's identity."""
+        return rank in self.ranks and self.ranks[rank].peer == peer
 
     def _supersedes(self, status: RankStatus) -> bool:
         return self.newest_status is None or status.vote > self.newest_status.vote
@@ -149,3 +162,26 @@ class RunView:
         """Ranks that have not reported that they hold version ``newest``."""
         held = (self.ranks[rank].held if rank in self.ranks else None for rank in range(self.job.ep_size))
         return tuple(rank for rank, key in enumerate(held) if key is None or key < newest)
+
+
+def implausible(
+    status: RankStatus, view: RunView | None, *, known_epoch: int, newest: Key | None
+) -> str | None:
+    """Why nobody honest can have sent this status; None if it may be true.
+
+    ``known_epoch``: the highest of this rebalancer or its store; ``newest``: key of the newest version that can be
+    known to a rank this life leads, None before the life began.
+    """
+    if status.fence >> EPOCH_RANDOM_BITS > (known_epoch >> EPOCH_RANDOM_BITS) + MAX_LIVES_AHEAD:
+        return f"fence {status.fence}: more than {MAX_LIVES_AHEAD} lives above epoch {known_epoch}"
+    if view is None or status.run != view.run:
+        return None
+    if status.job != view.job:
+        return f"job shape {status.job}, the run has {view.job}"
+    if view.is_another(status):
+        return "another peer speaks for this rank"
+    highest = max(status.held, view.key_range(status)[1])
+    if newest is not None and status.fence <= newest[0] and highest > newest:
+        # Its fence is not above this epoch, so nobody can have published that.
+        return f"has version {highest}, which was never published"
+    return None

@@ -238,6 +238,8 @@ class AgentThread:
             return
         with self.lock:
             out = self.core.receive(prepared, time.monotonic())
+        while self.core.notices:
+            logger.warning("rank %d: %s", self.core.rank, self.core.notices.popleft())
         self._send(out)
 
     def _send(self, messages: Iterable[Up]) -> None:

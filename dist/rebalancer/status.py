@@ -156,6 +156,11 @@ class StatusBuilder:
             reasons.append(f"not heard for {settings.max_rank_silence_s:g} s: {_ranks_text(silent)}")
         if not finished:
             reasons += self._version_reasons(now, ranks)
+        if core.view is not None:
+            troubled = [
+                (rank, view.trouble) for rank, view in sorted(core.view.ranks.items()) if view.trouble
+            ]
+            reasons += [f"rank {rank}: {trouble}" for rank, trouble in troubled[:8]]
         if self._plans.overdue(now) and not finished:
             running = (
                 "the plan that runs has not ended" if self._plans.planner.busy else "no plan was due in time"

@@ -20,9 +20,9 @@ from evenroute.dist.wire.messages import (
     PlacementMessage,
     RankStatus,
     RankWindow,
-    decode_up,
     encode,
 )
+from evenroute.dist.wire.received import decode_up, refusal
 
 _WINDOWS_PER_BATCH = 128
 _PLACEMENT_AGAIN_S = 0.9  # not to one peer again before so long
@@ -131,6 +131,9 @@ class RankTraffic:
         except MessageError as error:
             self._rejected["decode"] += 1
             self._log.log(logging.WARNING, "decode", f"refused: {error}")
+            self._link.send(
+                received.peer, encode(refusal(received.frame, str(error), epoch=self._core.epoch))
+            )
             return None
 
     def _guarded(self, peer: bytes, message: object, now: float) -> list[Outgoing]:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.wire.messages import JobShape, WirePlacement, check_fits
+from evenroute.dist.wire.messages import JobShape, WirePlacement
+from evenroute.dist.wire.received import check_fits
 from evenroute.eplb.placement.placement import Placement, PlacementRow, even_shares
 from evenroute.eplb.placement.topology import Topology
 

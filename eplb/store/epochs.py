@@ -100,7 +100,8 @@ class EpochStore(StoreReader):
 
     def last_epoch(self) -> int:
         """The highest epoch that was ever registered; 0 in a new store."""
-        return int(self._connection.execute("SELECT coalesce(max(epoch), 0) FROM epochs").fetchone()[0])
+        with self._errors():
+            return int(self._connection.execute("SELECT coalesce(max(epoch), 0) FROM epochs").fetchone()[0])
 
     def begin_epoch(self, epoch: int, *, pid: int, now: float) -> None:
         """Register a life of the rebalancer; ValueError unless it is above all earlier ones."""

@@ -14,6 +14,8 @@ from evenroute.eplb.placement.topology import Topology
 
 APPLICATION_ID = 0x45565254  # "EVRT"
 FORMAT_VERSION = 1
+LARGEST_TOTAL = 2**62
+"""Sums of counts, tokens and steps stop here instead of overflowing (only false numbers come so far)."""
 
 SCHEMA = """
 -- One row per run (life of the job): the shape of its windows.

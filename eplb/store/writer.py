@@ -20,6 +20,7 @@ from evenroute.eplb.placement.placement import Placement, PlacementRow
 from evenroute.eplb.store.epochs import EpochStore
 from evenroute.eplb.store.reader import StoreReader
 from evenroute.eplb.store.schema import (
+    LARGEST_TOTAL,
     EpochRow,
     EventRow,
     JobRow,
@@ -145,11 +146,8 @@ class HistoryStore(EpochStore):
             ranks = list({window.rank for window in windows if window.run == run})
             for start in range(0, len(ranks), _RANKS_A_QUERY):
                 some = ranks[start : start + _RANKS_A_QUERY]
-                values = (
-                    run,
-                    *some,
-                    *[-1] * (_RANKS_A_QUERY - len(some)),
-                )  # one text: one prepared statement
+                # Always as many values: one text, one prepared statement.
+                values = (run, *some, *[-1] * (_RANKS_A_QUERY - len(some)))
                 rows = self._connection.execute(_LAST_SEQS, values)
                 found.update({(run, rank): int(last) for rank, last in rows})
         return found
@@ -159,7 +157,7 @@ class HistoryStore(EpochStore):
         connection.executemany(
             "INSERT INTO rank_state VALUES (?1, ?2, ?3, ?4, ?5, ?6, 1, ?7, ?8) ON CONFLICT (run, rank) DO UPDATE SET "
             "last_seq = ?3, missing = missing + ?4, last_step = ?6, num_windows = num_windows + 1, "
-            "tokens = tokens + ?7, time = ?8",
+            f"tokens = min(tokens + ?7, {LARGEST_TOTAL}), time = ?8",
             (
                 (w.run, w.rank, w.seq, receipt.missing_before, w.first_step, w.last_step, w.tokens, now)
                 for receipt in receipts
@@ -187,12 +185,13 @@ class HistoryStore(EpochStore):
             shape = (job.num_layers, job.num_logical_experts)
             total = np.zeros(shape, np.int64) if stored is None else counts_from_blob(stored[0], *shape)
         for window in added:
-            total += window.counts
+            total = np.minimum(total + window.counts, LARGEST_TOTAL)
         blob = counts_to_blob(total)
         connection.execute(
             "INSERT INTO windows VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, 0, ?10, ?11) "
             "ON CONFLICT (run, last_step) DO UPDATE SET first_step = min(first_step, ?3), time = ?4, epoch = ?5, "
-            "tokens = tokens + ?6, rank_steps = rank_steps + ?7, num_rank_windows = num_rank_windows + ?8, "
+            f"tokens = min(tokens + ?6, {LARGEST_TOTAL}), rank_steps = min(rank_steps + ?7, {LARGEST_TOTAL}), "
+            "num_rank_windows = num_rank_windows + ?8, "
             "num_sources = ?9, counts = ?10, crc = ?11",
             (
                 run,
@@ -327,7 +326,7 @@ class HistoryStore(EpochStore):
             first_step, time, epoch = min(first_step, row[0]), max(time, row[1]), max(epoch, row[2])
             tokens, rank_steps, rank_windows = tokens + row[3], rank_steps + row[4], rank_windows + row[5]
             sources, rolled = max(sources, row[6]), rolled + max(row[7], 1)
-            total += counts_from_blob(row[8], *shape)
+            total = np.minimum(total + counts_from_blob(row[8], *shape), LARGEST_TOTAL)
             connection.execute("DELETE FROM windows WHERE run = ? AND last_step = ?", (run, step))
             self._open_rows.pop((run, step), None)
         blob = counts_to_blob(total)
@@ -339,8 +338,8 @@ class HistoryStore(EpochStore):
                 first_step,
                 time,
                 epoch,
-                tokens,
-                rank_steps,
+                min(tokens, LARGEST_TOTAL),
+                min(rank_steps, LARGEST_TOTAL),
                 rank_windows,
                 sources,
                 rolled,

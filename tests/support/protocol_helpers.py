@@ -112,6 +112,7 @@ def window_of(
     """A window whose counts are ``tokens * top_k`` a layer."""
     counts = np.zeros((job.num_layers, job.num_logical_experts), "<i8")
     counts[:, 0] = tokens * job.top_k
+    last = max(last, seq - 1)  # each window has a step of its own
     return RankWindow(run, rank, seq, first, last, tokens, counts.tobytes())
 
 

@@ -33,9 +33,9 @@ from evenroute.dist.wire.messages import (
     RankWindow,
     Up,
     decode_down,
-    decode_up,
     encode,
 )
+from evenroute.dist.wire.received import decode_up
 from support.protocol_helpers import replace
 from support.simulator_history import (
     History,

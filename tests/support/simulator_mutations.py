@@ -307,7 +307,7 @@ class NoRandomBits(RebalancerCore):
 class Unfenced(RebalancerCore):
     """Goes on though a rank is led by a higher epoch."""
 
-    def _fenced(self, status: RankStatus) -> bool:
+    def _fenced(self, status: RankStatus, now: float) -> bool:
         return False
 
 

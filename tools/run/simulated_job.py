@@ -176,6 +176,7 @@ class SimulatedJob:
             self.run,
             rank.rank,
             self.job,
+            self.run ^ rank.rank,  # an identity
             vote,
             rank.held,
             held.digest,

@@ -67,7 +67,7 @@ def test_the_hash_tells_live_rows_and_the_layers_to_move_apart():
 
 
 def test_keys_of_a_rank_never_fall_in_the_view():
-    view = RankView("a", 0.0)
+    view = RankView("a", 0.0, 1)
     status = rank_core().status()
     view.update(replace(status, held=(5, 2), vote=4), "a", 1.0)
     view.update(replace(status, held=(5, 1), vote=3), "a", 2.0)

@@ -7,7 +7,8 @@ import pytest
 from evenroute.dist.protocol.job_start import JobStartConfig, JobStartCore
 from evenroute.dist.protocol.rank import RankConfig, RankCore
 from evenroute.dist.protocol.rebalancer import RebalancerCore
-from evenroute.dist.wire.messages import JobShape, RankWindow, Snapshot, window_counts
+from evenroute.dist.wire.messages import JobShape, RankWindow, Snapshot
+from evenroute.dist.wire.received import window_counts
 from support.protocol_helpers import JOB, placement_of, rank_core, replace
 from support.protocol_loop import Loop, rebalancer, running
 

@@ -5,19 +5,9 @@ import pytest
 
 from evenroute.dist.protocol.agreement import Commit, Discard, Open
 from evenroute.dist.protocol.rank import RankConfig, RankCore
-from evenroute.dist.wire.messages import (
-    Ack,
-    RankStatus,
-    RankWindow,
-    Rows,
-    RowsRequest,
-    Snapshot,
-    Token,
-    Up,
-    live_digest_array,
-    live_key_array,
-)
+from evenroute.dist.wire.messages import Ack, RankStatus, RankWindow, Rows, RowsRequest, Snapshot, Token, Up
 from evenroute.dist.wire.placement import unpack_placement
+from evenroute.dist.wire.received import live_digest_array, live_key_array
 from support.protocol_helpers import (
     JOB,
     RUN,

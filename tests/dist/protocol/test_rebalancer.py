@@ -9,6 +9,7 @@ from evenroute.dist.wire.messages import (
     Ack,
     Down,
     PlacementMessage,
+    Refusal,
     RowsRequest,
     Snapshot,
     SnapshotRequest,
@@ -145,8 +146,10 @@ def test_a_job_that_is_not_accepted_is_neither_started_nor_followed() -> None:
         stamp=lambda: 0.0,
         accept_job=lambda job: "another model",
     )
-    assert core.receive("a", SnapshotRequest(run=0, nonce=1, job=JOB), 0.0) == []
-    assert core.receive("a", status_of(rank_core(0), token=3), 0.0) == []
+    for message in (SnapshotRequest(run=0, nonce=1, job=JOB), status_of(rank_core(0), token=3)):
+        (item,) = core.receive("a", message, 0.0)
+        assert isinstance(item.message, Refusal)
+        assert item.message.reason == "job refused: another model"
     assert (core.phase, core.view, core.counters.messages_rejected) == (Phase.WAITING, None, 2)
 
 
@@ -352,7 +355,9 @@ def test_the_view_is_the_status_of_the_highest_vote_whatever_comes_later() -> No
 def test_a_rank_with_another_job_shape_is_rejected_and_named() -> None:
     loop = running()
     status = status_of(loop.ranks[1], job=replace(JOB, top_k=3))
-    assert loop.core.receive(1, status, loop.now) == []
+    (item,) = loop.core.receive(1, status, loop.now)
+    assert isinstance(item.message, Refusal)
+    assert "job shape" in item.message.reason
     assert loop.core.counters.messages_rejected == 1
     assert "rank 1" in loop.core.notices[-1].text
 
@@ -363,8 +368,8 @@ def test_a_rank_with_another_job_shape_is_rejected_and_named() -> None:
 def test_a_window_is_stored_once_and_acknowledged_each_time() -> None:
     loop = running()
     for _ in range(3):
-        (item,) = loop.core.receive("p", window_of(1), loop.now)
-        assert item == Outgoing("p", Ack(RUN, loop.core.epoch, 1))
+        (item,) = loop.core.receive(0, window_of(1), loop.now)
+        assert item == Outgoing(0, Ack(RUN, loop.core.epoch, 1))
     assert [window.seq for window in loop.store.windows] == [1]
     assert (loop.core.counters.windows_stored, loop.core.counters.windows_duplicate) == (1, 2)
 
@@ -380,8 +385,8 @@ def test_sequence_numbers_are_read_from_the_store_not_from_this_life() -> None:
 
 def test_windows_of_a_batch_are_stored_together_and_each_is_answered_to_its_sender() -> None:
     loop = running()
-    out = loop.core.receive_windows([("a", window_of(1)), ("b", window_of(1, rank=1)), ("a", window_of(1))])
-    assert [item.peer for item in out] == ["a", "b", "a"]
+    out = loop.core.receive_windows([(0, window_of(1)), (1, window_of(1, rank=1)), (0, window_of(1))])
+    assert [item.peer for item in out] == [0, 1, 0]
     assert len(loop.store.windows) == 2
 
 
@@ -403,9 +408,11 @@ def test_a_gap_means_a_lost_store_and_is_reported_with_its_rank() -> None:
 
 def test_windows_of_other_runs_and_impossible_ones_move_no_numbers() -> None:
     loop = running()
-    impossible = replace(window_of(1), tokens=1)
-    for window in (window_of(1, run=RUN + 1), impossible, replace(window_of(1), counts=b"\0" * 8)):
-        assert loop.core.receive(0, window, loop.now) == []
+    assert loop.core.receive(0, window_of(1, run=RUN + 1), loop.now) == []
+    for window in (replace(window_of(2), last_step=0), replace(window_of(1), counts=b"\0" * 8)):
+        (item,) = loop.core.receive(0, window, loop.now)
+        assert isinstance(item.message, Refusal)
+        assert (item.message.what, item.message.number) == ("window", window.seq)
     assert loop.store.windows == []
     assert (loop.core.counters.windows_ignored, loop.core.counters.windows_rejected) == (1, 2)
 
@@ -445,7 +452,8 @@ def test_only_rank_0_is_expected_where_all_ranks_see_the_same_tokens() -> None:
     job = replace(JOB, shared_counts=True)
     loop = running(ranks=[rank_core(0, job), rank_core(1, job)])
     loop.core.receive(0, window_of(1), loop.now)
-    assert loop.core.receive(1, window_of(1, rank=1), loop.now) == []
+    (item,) = loop.core.receive(1, window_of(1, rank=1), loop.now)
+    assert isinstance(item.message, Refusal)
     loads = loop.core.loads()
     assert loads is not None
     assert loads.complete
