@@ -179,13 +179,15 @@ class AgentConfig:
 
     `rebalancer` "" = no rebalancer: the start placement stays. `window_steps`: counts are taken every so many steps.
     `top_k`: routed experts a token (counts are checked against it). `shared_counts`: `tokens="shared"`, rank 0 reports.
+    `mode`: "balance", or "shadow": count and plan, and change nothing; the job keeps its own placement.
     `record_dir`: where this rank writes recordings of passes (`evenroute record start ADDR --mode per_token`).
     """
 
     rebalancer: str = ""
     keys: str = ""  # this rank's key file, `rank.toml`
     model: str = ""
-    top_k: Annotated[int, _range(1, 65536)] = 1
+    top_k: Annotated[int, _range(0, 65536)] = 0  # 0: as the Router that counts into the agent's counters
+    mode: Annotated[str, _one_of("balance", "shadow")] = "balance"
     shared_counts: bool = False
     window_steps: Steps = 16
     agree_every: Steps = 4

@@ -1,9 +1,12 @@
-"""Process groups of a job: joining with a roll call, and who is missing when a collective fails."""
+"""Process groups of a job: joining with a roll call, comparing ranks, and who is missing when a collective fails."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
+import zlib
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as torch_dist
@@ -18,7 +21,8 @@ class MissingRanksError(RuntimeError):
 
 
 def _names(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    text = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
 def require_group(name: str, value: object) -> tuple[int, int]:
@@ -118,6 +122,62 @@ def new_cpu_group(like: ProcessGroup, *, limit_s: float) -> ProcessGroup:
     )
     assert group is not None
     return group
+
+
+_compared: dict[str, int] = {}  # comparisons so far, by group
+
+
+def compare_ranks(group: ProcessGroup, what: str, mine: Mapping[str, object], *, limit_s: float) -> None:
+    """Every rank of `group` calls it with what has to be equal on all, before a collective that would not survive a
+    difference: over the job's key-value store, so that nothing can hang or abort.
+
+    Raises on every rank alike: ValueError that names what differs and on which ranks, MissingRanksError where some did
+    not come within `limit_s` seconds.
+    """
+    name = group.group_name
+    number = _compared[name] = _compared.get(name, 0) + 1
+    store = PrefixStore(f"evenroute/compare/{name}/{number}", _get_default_store())
+    rank, size = torch_dist.get_rank(group), torch_dist.get_world_size(group)
+    text = json.dumps({field: str(value) for field, value in mine.items()})
+    store.set(str(rank), zlib.compress(text.encode()))  # type: ignore[arg-type] # torch takes bytes
+    limit = timedelta(seconds=limit_s)
+    if rank == 0:
+        names = [str(other) for other in range(size)]
+        try:
+            store.wait(names, limit)
+        except (torch_dist.DistError, RuntimeError):
+            missing = [other for other in range(size) if not _has(store, str(other))]
+            came = f"{size - len(missing)}/{size} ranks came within {limit_s:g} s"
+            verdict = f"missing {what}: {came}, missing: {_names(missing)}"
+        else:
+            verdict = _difference([json.loads(zlib.decompress(store.get(other))) for other in names])
+            verdict = f"{what}: ranks differ: {verdict}" if verdict else ""
+        store.set("verdict", verdict)
+    else:
+        try:
+            store.wait(["verdict"], limit + timedelta(seconds=5.0))  # rank 0's own limit first
+        except (torch_dist.DistError, RuntimeError) as error:
+            raise MissingRanksError(f"{what}: rank 0 did not come within {limit_s:g} s") from error
+        verdict = store.get("verdict").decode()
+    if verdict.startswith("missing "):
+        raise MissingRanksError(verdict.removeprefix("missing "))
+    if verdict:
+        raise ValueError(verdict)
+
+
+def _difference(found: Sequence[Mapping[str, str]]) -> str:
+    """The first two fields that differ, with who has what; empty where all are equal."""
+    parts = []
+    for field in dict.fromkeys(field for one in found for field in one):
+        ranks: dict[str, list[int]] = {}
+        for rank, one in enumerate(found):
+            ranks.setdefault(one.get(field, "none"), []).append(rank)
+        if len(ranks) > 1:
+            parts.append(
+                f"{field} is " + ", ".join(f"{value} on {_names(who)}" for value, who in ranks.items())
+            )
+    more = f" (and {len(parts) - 2} more)" if len(parts) > 2 else ""
+    return "; ".join(parts[:2]) + more
 
 
 class RollCall:

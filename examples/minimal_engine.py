@@ -1,5 +1,6 @@
 """An engine of your own: torchrun --standalone --nproc-per-node 2 examples/minimal_engine.py [REBALANCER]"""
 
+import atexit
 import sys
 
 import torch
@@ -16,13 +17,14 @@ from evenroute.routing.tables.tables import DispatchTables
 LAYERS, EXPERTS, SLOTS, TOP_K, HIDDEN = 4, 32, 40, 4, 64
 
 dist.init_process_group("gloo")
+atexit.register(dist.destroy_process_group)  # runs behind the end of the agent
 torch.manual_seed(0)  # the same gates on every rank
 gates = [torch.nn.Linear(HIDDEN, EXPERTS) for _ in range(LAYERS)]
 placement = Placement.initial(LAYERS, EXPERTS, SLOTS, Topology(dist.get_world_size()))
 tables = DispatchTables(placement, ep_rank=dist.get_rank(), device="cpu")
 counters = ExpertCounters(LAYERS, EXPERTS, device="cpu")
 router = Router(RouterConfig(EXPERTS, TOP_K), tables, counters)
-config = AgentConfig(rebalancer=sys.argv[1] if len(sys.argv) > 1 else "", top_k=TOP_K)
+config = AgentConfig(rebalancer=sys.argv[1] if len(sys.argv) > 1 else "")
 agent = RankAgent.start(
     config, placement=placement, tables=tables, counters=counters, ep_group=dist.group.WORLD
 )
@@ -30,7 +32,8 @@ agent = RankAgent.start(
 
 @torch.no_grad()
 def forward(hidden: torch.Tensor) -> torch.Tensor:
-    agent.step(len(hidden))  # once a forward pass, on every rank, before its routing
+    agent.step()  # the boundary, on every rank equally often: layers may switch here
+    agent.begin_pass(len(hidden))  # as soon as this rank knows its rows; never for a step without any
     for layer, gate in enumerate(gates):
         routed = router(
             gate(hidden), layer
@@ -49,6 +52,5 @@ def experts(hidden: torch.Tensor, physical_ids: torch.Tensor, weights: torch.Ten
 
 for _ in range(600):
     forward(torch.randn(128, HIDDEN))
-agent.close()
 print(f"rank {dist.get_rank()}: routed with placement {agent.key}")
-dist.destroy_process_group()
+# No close: at the end of the process the agent sends its last window and says goodbye.

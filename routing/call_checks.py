@@ -68,7 +68,12 @@ def check_call(
     if type(offset) is not int or not 0 <= offset < MAX_ROW_OFFSET:
         require_int("row_offset", offset, 0, MAX_ROW_OFFSET - 1)
     if call.count is not True and call.count is not False:
-        require_bool("count", call.count)
+        _check_count(call.count, device)
+    if type(call.route_padding) is not bool or type(call.keep_weights) is not bool:
+        require_bool("route_padding", call.route_padding)
+        require_bool("keep_weights", call.keep_weights)
+    if call.keep_weights and call.given_ids is None:
+        raise ValueError("keep_weights=True needs given logical_ids and weights")
     if call.given_ids is not None:
         _check_given(plan, call)
     else:
@@ -97,8 +102,23 @@ def check_call(
         _check_out(plan, rows, out)
 
 
+def _check_count(count: Any, device: Any) -> None:
+    """One flag on the router's device, read there."""
+    if not isinstance(count, Tensor):
+        require_bool("count", count)
+    require_tensor("count", count, dtypes=MARKER_DTYPES, device=device)
+    if count.numel() != 1:
+        raise ValueError(f"count must be one flag, found {count.dtype} {list(count.shape)}")
+
+
 def _check_given(plan: RouterPlan, call: RouteCall) -> None:
-    shape, device = (call.num_tokens, plan.config.top_k), plan.seed.device
+    config, device = plan.config, plan.seed.device
+    shape: tuple[int, int] = (call.num_tokens, config.top_k)
+    whole = (call.num_tokens, config.num_columns)
+    if isinstance(call.given_ids, Tensor) and tuple(call.given_ids.shape) == whole:
+        shape = whole
+        if config.num_shared_experts and config.shared_mode == "waterfill":
+            raise ValueError("logical_ids with shared columns: shared_mode='waterfill' fills these itself")
     if not fits(call.given_ids, shape, ID_DTYPES, device):
         require_tensor("logical_ids", call.given_ids, shape, dtypes=ID_DTYPES, device=device)
     if call.given_weights is None:

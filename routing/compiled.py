@@ -30,12 +30,12 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 # The tensors that a call may name; behind them every operator takes the same arguments.
 ROUTE_INPUTS = (
     *("logits", "logical_ids", "weights", "bias", "marked_bias", "token_marker", "expert_ids_by_token"),
-    *("token_ids", "num_valid_tokens", "waterfill_target"),
+    *("token_ids", "num_valid_tokens", "count_flag", "waterfill_target"),
 )
-GATE_INPUTS = ("bias", "marked_bias", "token_marker", "num_valid_tokens", "waterfill_target")
+GATE_INPUTS = ("bias", "marked_bias", "token_marker", "num_valid_tokens", "count_flag", "waterfill_target")
 _ROUTER_ARGUMENTS = (
     *("Tensor tables", "Tensor seed", "Tensor(a!) counts", "Tensor(b!)? tickets"),
-    *("str handle", "int layer", "int row_offset", "bool count"),
+    *("str handle", "int layer", "int row_offset", "bool count", "bool route_padding"),
 )
 
 _routers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -106,8 +106,14 @@ def _register(
 def _route(given: dict[str, Any]) -> Outputs:
     """`Router.__call__`: all of `output.OUTPUT_NAMES`, in order, empty where the router does not emit them."""
     router = _with_counters(_find(given.pop("handle")), given.pop("counts"), given.pop("tickets"))
+    return _all_outputs(router(**_by_flag(given)))
+
+
+def _by_flag(given: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments, with a flag on the device in the place of `count` where there is one."""
     del given["tables"], given["seed"]
-    return _all_outputs(router(**given))
+    flag = given.pop("count_flag")
+    return given if flag is None else {**given, "count": flag}
 
 
 def _fake_route(given: dict[str, Any]) -> Outputs:
@@ -121,18 +127,22 @@ def _gate_route(given: dict[str, Any]) -> Outputs:
     """`GateRouter.__call__`; outputs as for `evenroute::route`."""
     gate: GateRouter = _find(given.pop("handle"))
     router = _with_counters(gate.router, given.pop("counts"), given.pop("tickets"))
-    del given["tables"], given["seed"]
     if router is not gate.router:
         gate = copy.copy(gate)
         gate.router = router
-    return _all_outputs(gate(**given))
+    return _all_outputs(gate(**_by_flag(given)))
 
 
 def _fake_gate_route(given: dict[str, Any]) -> Outputs:
     return _fake_outputs(_find(given["handle"]).router, given["hidden"].shape[0], given["tables"])
 
 
-_register("evenroute::route", [f"Tensor? {name}" for name in ROUTE_INPUTS], _route, _fake_route)
+_register(
+    "evenroute::route",
+    [*(f"Tensor? {name}" for name in ROUTE_INPUTS), "bool keep_weights"],
+    _route,
+    _fake_route,
+)
 _register(
     "evenroute::gate_route",
     ["Tensor hidden", "Tensor gate_weight", *(f"Tensor? {name}" for name in GATE_INPUTS)],
@@ -183,11 +193,15 @@ class _Compiled:
         operator: Any,
         names: tuple[str, ...],
         tensors: dict[str, Any],
+        switches: tuple[bool, ...],
         layer: int,
         row_offset: int,
-        count: bool,
+        count: bool | Tensor,
+        route_padding: bool,
     ) -> RoutingOutput:
         """Call the operator with the tensors in the order of `names`, None for those not given."""
+        if isinstance(count, Tensor):
+            tensors, count = {**tensors, "count_flag": count}, True
         for name, value in tensors.items():
             if name not in names:
                 raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
@@ -197,9 +211,10 @@ class _Compiled:
         require_int("layer", layer, 0)
         require_int("row_offset", row_offset, 0, MAX_ROW_OFFSET - 1)
         require_bool("count", count)
+        require_bool("route_padding", route_padding)
         given = [tensors.get(name) for name in names]
         mine = (self.tables, self.seed, self.counts, self.tickets, self.handle)
-        return self._output(operator(*given, *mine, layer, row_offset, count))
+        return self._output(operator(*given, *switches, *mine, layer, row_offset, count, route_padding))
 
     def _output(self, outputs: Outputs) -> RoutingOutput:
         weights, physical_ids, logical_ids, local_ids, packed_ids, histogram = outputs
@@ -236,12 +251,16 @@ class CompiledRouter(_Compiled):
         layer: int,
         *,
         row_offset: int = 0,
-        count: bool = True,
+        count: bool | Tensor = True,
+        route_padding: bool = False,
+        keep_weights: bool = False,
         **inputs: Tensor | None,
     ) -> RoutingOutput:
         """`inputs`: the other tensors of `ROUTE_INPUTS`, as `Router.__call__` takes them."""
         tensors = {"logits": logits, **inputs}
-        return self._run(torch.ops.evenroute.route, ROUTE_INPUTS, tensors, layer, row_offset, count)
+        require_bool("keep_weights", keep_weights)
+        route, switches = torch.ops.evenroute.route, (keep_weights,)
+        return self._run(route, ROUTE_INPUTS, tensors, switches, layer, row_offset, count, route_padding)
 
 
 class CompiledGateRouter(_Compiled):
@@ -258,7 +277,8 @@ class CompiledGateRouter(_Compiled):
         layer: int,
         *,
         row_offset: int = 0,
-        count: bool = True,
+        count: bool | Tensor = True,
+        route_padding: bool = False,
         **inputs: Tensor | None,
     ) -> RoutingOutput:
         """`inputs`: tensors of `GATE_INPUTS`, as `GateRouter.__call__` takes them."""
@@ -267,4 +287,5 @@ class CompiledGateRouter(_Compiled):
                 raise ValueError(f"{name} must be a torch.Tensor, found {describe(value)}")
         names = ("hidden", "gate_weight", *GATE_INPUTS)
         tensors = {"hidden": hidden, "gate_weight": gate_weight, **inputs}
-        return self._run(torch.ops.evenroute.gate_route, names, tensors, layer, row_offset, count)
+        route = torch.ops.evenroute.gate_route
+        return self._run(route, names, tensors, (), layer, row_offset, count, route_padding)

@@ -66,6 +66,7 @@ class ExpertCounters:
         for name, number in (("copies", copies), ("ticket_copies", ticket_copies)):
             if number is not None:
                 require_int(name, number, 1, MAX_COPIES)
+        self.top_k = 0  # of the routers that count here, the most
         self.num_layers = num_layers
         self.num_logical_experts = num_logical_experts
         self.device = require_device("device", device)

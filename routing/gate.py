@@ -11,6 +11,7 @@ from torch import Tensor
 
 from evenroute.eplb._checks import require_bool, require_choice, require_instance, require_int
 from evenroute.routing.call_checks import check_call
+from evenroute.routing.gradient import wants_gradient
 from evenroute.routing.kernels.plan import supports_groups
 from evenroute.routing.output import RouteCall, RoutingOutput, allocate_output
 from evenroute.routing.reference import route_reference
@@ -153,7 +154,8 @@ class GateRouter:
         token_marker: Tensor | None = None,
         expert_ids_by_token: Tensor | None = None,
         token_ids: Tensor | None = None,
-        count: bool = True,
+        count: bool | Tensor = True,
+        route_padding: bool = False,
         waterfill_target: Tensor | None = None,
         out: RoutingOutput | None = None,
     ) -> RoutingOutput:
@@ -164,6 +166,23 @@ class GateRouter:
         """
         router = self.router
         self._check(hidden, gate_weight)
+        if wants_gradient(hidden, gate_weight):
+            # A backward pass needs the logits; the fused launch keeps none.
+            logits = torch.nn.functional.linear(hidden.float(), gate_weight.float())
+            return router(
+                logits,
+                layer,
+                num_valid_tokens=num_valid_tokens,
+                row_offset=row_offset,
+                bias=bias,
+                marked_bias=marked_bias,
+                token_marker=token_marker,
+                expert_ids_by_token=expert_ids_by_token,
+                token_ids=token_ids,
+                count=count,
+                waterfill_target=waterfill_target,
+                out=out,
+            )
         tokens = hidden.shape[0]
         fused = self.fuses(tokens)
         logits = self._logits[:tokens] if fused else gate_logits(hidden, gate_weight)
@@ -179,6 +198,7 @@ class GateRouter:
             num_valid_tokens=num_valid_tokens,
             row_offset=row_offset,
             count=count,
+            route_padding=route_padding,
         )
         check_call(router.plan, call, waterfill_target, out)
         if out is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,14 +44,14 @@ def choose_on_host_path(config: RouterConfig, call: RouteCall) -> RouteCall:
     scores = score_experts(call.logits, config, call.bias, call.marked_bias, call.token_marker)
     ids = select_experts(scores.keys, config)
     weights = gather_scores(scores, ids)
-    return RouteCall(
-        num_tokens=call.num_tokens,
-        layer=call.layer,
+    return replace(
+        call,
+        logits=None,
+        bias=None,
+        marked_bias=None,
+        token_marker=None,
         given_ids=ids.to(torch.int32),
         given_weights=weights,
-        num_valid_tokens=call.num_valid_tokens,
-        row_offset=call.row_offset,
-        count=call.count,
     )
 
 
@@ -61,6 +62,11 @@ def _bias(tensor: Tensor) -> Tensor:
 
 def _rows_contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def as_bytes(flags: Tensor) -> Tensor:
+    """Booleans as kernels take them."""
+    return flags.view(torch.uint8) if flags.dtype == torch.bool else flags
 
 
 def launch_arguments(
@@ -75,9 +81,7 @@ def launch_arguments(
     unused = plan.seed
     logits = unused if call.logits is None else _rows_contiguous(call.logits)
     bias = unused if call.bias is None else _bias(call.bias)
-    marker = call.token_marker
-    if marker is not None and marker.dtype == torch.bool:
-        marker = marker.view(torch.uint8)
+    marker = None if call.token_marker is None else as_bytes(call.token_marker)
     by_ticket = plan.mode.pick == "ticket" and counters.tickets is not None
 
     def given(tensor: Tensor | None) -> Tensor:
@@ -102,6 +106,7 @@ def launch_arguments(
         given(call.expert_ids_by_token),
         given(call.token_ids),
         given(call.num_valid_tokens),
+        as_bytes(call.count) if isinstance(call.count, Tensor) else unused,
         plan.seed,
         tables.layer_rows[call.layer],
         call.num_tokens,
@@ -136,6 +141,7 @@ def launch_constants(plan: RouterPlan, call: RouteCall, pdl: bool) -> RouteConst
     elif call.expert_ids_by_token is not None:
         source = "table"
     several_copies = call.num_tokens > EXACT_ROWS and not plan.mode.weighted
+    scaled = config.apply_routed_scaling_factor and not call.keep_weights
     biased = source != "given"
     plain, marked = call.bias is not None, call.marked_bias is not None
     return RouteConstants(
@@ -151,20 +157,23 @@ def launch_constants(plan: RouterPlan, call: RouteCall, pdl: bool) -> RouteConst
         ),
         weighing=Weighing(
             by_id=config.column_order == "expert_id",
-            renormalize=config.renormalize,
+            renormalize=config.renormalize and not call.keep_weights,
             epsilon=float(config.renormalize_epsilon),
-            scale=float(config.routed_scaling_factor) if config.apply_routed_scaling_factor else 1.0,
+            scale=float(config.routed_scaling_factor) if scaled else 1.0,
         ),
         mode=plan.mode,
         table=plan.table_columns,
         counting=Counting(
-            call.count,
-            counters.copies,
-            counters.ticket_copies if several_copies else 1,
-            counters.ticket_stride,
+            counts=call.count is not False,
+            by_flag=isinstance(call.count, Tensor),
+            by_row=call.route_padding and call.num_valid_tokens is not None and call.count is not False,
+            copies=counters.copies,
+            ticket_copies=counters.ticket_copies if several_copies else 1,
+            ticket_stride=counters.ticket_stride,
         ),
         columns=plan.columns,
-        padding=call.num_valid_tokens is not None,
+        padding=call.num_valid_tokens is not None and not (call.route_padding and call.count is False),
+        given_width=config.top_k if call.given_ids is None else call.given_ids.shape[1],
         pdl=pdl,
     )
 

@@ -113,7 +113,9 @@ class RouteCall:
 
     logits [T, E] fp32, fp16 or bf16 (any row stride); bias [E] or [T, E]; marked_bias [E], token_marker [T];
     given_ids, given_weights [T, K]; expert_ids_by_token [vocab, K] and token_ids [T]; num_valid_tokens: int32 tensor
-    of one element, or None for all rows; row_offset: global index of row 0; count: add to the counters.
+    of one element, or None for all rows; row_offset: global index of row 0; count: add to the counters (a tensor of one
+    element decides on the device); route_padding: rows from num_valid_tokens on are routed too, and not counted;
+    given_ids and given_weights may hold the S shared columns too; keep_weights: as given, not renormalised or scaled.
     """
 
     num_tokens: int
@@ -128,7 +130,9 @@ class RouteCall:
     token_ids: Tensor | None = None
     num_valid_tokens: Tensor | None = None
     row_offset: int = 0
-    count: bool = True
+    count: bool | Tensor = True
+    route_padding: bool = False
+    keep_weights: bool = False
 
 
 def allocate_output(plan: RouterPlan, num_tokens: int, device: torch.device) -> RoutingOutput:

@@ -3,7 +3,8 @@
 Scores, keys, choice, weights, slots and columns. The production path on CPU, the oracle of the kernels.
 
 The order of choice is that of a stable descending sort: by key, ties to the lowest id; experts whose key is NaN come
-after all others, -inf included; experts of dropped groups never. Everything is fp32, whatever the logits' dtype.
+after all others, -inf included; experts of dropped groups never. Everything is fp32, whatever the logits' dtype; scores
+below the smallest normal number, 2**-126, are 0. A row's result depends on the row alone, to the last bit.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from evenroute.routing.dispatch import (
     spans,
 )
 from evenroute.routing.output import RouteCall, RouterPlan, RoutingOutput
+from evenroute.routing.scores import row_sum, sigmoid, softcap, softmax, sqrt_softplus
 from evenroute.routing.settings.checks import (
     BIAS_DTYPES,
     MARKER_DTYPES,
@@ -32,7 +34,6 @@ from evenroute.routing.settings.checks import (
 from evenroute.routing.settings.config import MAX_EXPERTS, RouterConfig
 
 FLOAT_MAX = torch.finfo(torch.float32).max
-SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 HUGE_WEIGHT, HUGE_SHRINK = (
     2.0**120,
     2.0**-8,
@@ -64,24 +65,19 @@ def score_experts(
         ValueError: types, shapes, dtypes or devices do not fit.
     """
     _check_scored(logits, config, bias, marked_bias, token_marker)
-    # Contiguous: torch adds up rows of other strides in another order.
-    values = logits.float().contiguous().clamp(max=FLOAT_MAX)
+    values = logits.float().clamp(max=FLOAT_MAX)
     if config.scoring == "softmax":
         if config.softcap is not None:
-            capped = config.softcap * torch.tanh(values / config.softcap)
-            values = torch.where(values == -torch.inf, values, capped)
-        scores = _softmax(values)
+            values = softcap(values, config.softcap)
+        scores = softmax(values)
         base = values
         if config.bias_domain == "score" and (bias is not None or marked_bias is not None):
             base = torch.where(values.isnan(), values, scores)
     elif config.scoring == "sigmoid":
-        base = _flush(torch.sigmoid(values))
+        base = sigmoid(values)
         scores = base.nan_to_num(nan=0.0)
     else:
-        softplus = values.clamp(min=0.0) + torch.log1p(torch.exp(-values.abs()))
-        # Far below 0 it is exp(x), soon subnormal; its root is not.
-        base = torch.where(values < -20.0, torch.exp(values * 0.5), torch.sqrt(softplus))
-        base = _flush(base)
+        base = sqrt_softplus(values)
         scores = base.nan_to_num(nan=0.0)
     row_bias = _row_bias(bias, marked_bias, token_marker)
     keys = base if row_bias is None else base + row_bias
@@ -106,21 +102,6 @@ def _check_scored(
     if marked_bias is not None:
         require_tensor("marked_bias", marked_bias, (experts,), dtypes=BIAS_DTYPES, device=device)
         require_tensor("token_marker", token_marker, (rows,), dtypes=MARKER_DTYPES, device=device)
-
-
-def _softmax(values: Tensor) -> Tensor:
-    """Softmax over the experts that are not NaN; 0 for NaN and -inf, all 0 if there is no other."""
-    finite = values.nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=FLOAT_MAX)
-    largest = finite.amax(dim=-1, keepdim=True)
-    largest = torch.where(largest == -torch.inf, 0.0, largest)
-    exps = torch.exp(finite - largest)
-    total = exps.sum(dim=-1, keepdim=True)
-    return _flush(exps / torch.where(total > 0, total, 1.0))
-
-
-def _flush(values: Tensor) -> Tensor:
-    """Subnormal numbers as 0 (NaN kept): the device's exp and division flush them."""
-    return torch.where(values.abs() < SMALLEST_NORMAL, 0.0, values)
 
 
 def _row_bias(bias: Tensor | None, marked: Tensor | None, marker: Tensor | None) -> Tensor | None:
@@ -211,7 +192,7 @@ def finish_weights(weights: Tensor, config: RouterConfig) -> Tensor:
     if config.renormalize:
         shrink = torch.where((weights >= HUGE_WEIGHT).any(dim=1, keepdim=True), HUGE_SHRINK, 1.0)
         weights = weights * shrink
-        total = weights.sum(dim=1, keepdim=True)
+        total = row_sum(weights)
         if config.renormalize_epsilon > 0:
             weights = weights / (total + config.renormalize_epsilon * shrink)
         else:
@@ -240,19 +221,24 @@ def route_reference(plan: RouterPlan, call: RouteCall, out: RoutingOutput) -> Ro
     """Route one batch into `out`; counts and tickets go on as the kernel's do, but counts are never kept in tickets."""
     config = plan.config
     ids, weights = choose(plan, call)
-    weights = finish_weights(weights, config)
+    if not call.keep_weights:
+        weights = finish_weights(weights, config)
     if config.column_order == "expert_id":
         ids, weights = sort_columns(ids, weights)
     valid = (ids >= 0) & (ids < config.num_experts)
+    live = torch.ones((call.num_tokens, 1), dtype=torch.bool, device=ids.device)
     if call.num_valid_tokens is not None:
-        rows = torch.arange(call.num_tokens, device=ids.device)
-        valid = valid & (rows < call.num_valid_tokens.reshape(()))[:, None]
+        live = torch.arange(call.num_tokens, device=ids.device)[:, None] < call.num_valid_tokens.reshape(())
+    routed = torch.ones_like(live) if call.route_padding else live
+    valid = valid & routed
     safe = torch.where(valid, ids, 0)
     slots = dispatch_slots(plan, call, safe, valid)
-    if call.count:
-        counted = torch.bincount(ids[valid], minlength=config.num_experts)
+    if call.count is not False:
+        counted = torch.bincount(ids[valid & live], minlength=config.num_experts)
+        if isinstance(call.count, Tensor):
+            counted = counted * (call.count.reshape(()) != 0)
         plan.counters.counts[call.layer, 0] += counted
-    _store(plan, call, out, safe, slots, weights, valid)
+    _store(plan, call, out, safe, slots, weights, valid, routed)
     return out
 
 
@@ -260,9 +246,9 @@ def choose(plan: RouterPlan, call: RouteCall) -> tuple[Tensor, Tensor]:
     """Chosen ids [T, K] int64 and their raw weights [T, K] fp32 (not yet renormalised)."""
     if call.given_ids is not None:
         assert call.given_weights is not None
-        ids = call.given_ids.long()
+        ids = call.given_ids[:, : plan.config.top_k].long()
         inside = (ids >= 0) & (ids < plan.config.num_experts)
-        return ids, torch.where(inside, call.given_weights.float().clamp(min=0.0), 0.0)
+        return ids, torch.where(inside, _given(call.given_weights[:, : plan.config.top_k]), 0.0)
     assert call.logits is not None
     scores = score_experts(call.logits, plan.config, call.bias, call.marked_bias, call.token_marker)
     if call.expert_ids_by_token is not None:
@@ -274,6 +260,11 @@ def choose(plan: RouterPlan, call: RouteCall) -> tuple[Tensor, Tensor]:
     else:
         ids = select_experts(scores.keys, plan.config)
     return ids, gather_scores(scores, ids)
+
+
+def _given(weights: Tensor) -> Tensor:
+    """Weights that a caller gave, fp32; NaN and negative ones as 0."""
+    return weights.float().nan_to_num(nan=0.0, posinf=FLOAT_MAX).clamp(min=0.0)
 
 
 def dispatch_slots(plan: RouterPlan, call: RouteCall, safe: Tensor, valid: Tensor) -> Tensor:
@@ -294,6 +285,19 @@ def dispatch_slots(plan: RouterPlan, call: RouteCall, safe: Tensor, valid: Tenso
     return tables.replica_slot[layer].long()[offset + replica]
 
 
+def _shared_columns(plan: RouterPlan, call: RouteCall, routed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers, weights and presence `[T, S]` of the shared columns: fixed, or as the caller gives them."""
+    config, shape = plan.config, (call.num_tokens, plan.config.num_shared_experts)
+    numbers = torch.arange(shape[1], device=routed.device).expand(shape)
+    full, live = torch.full(shape, config.shared_weight, device=routed.device), routed.expand(shape)
+    if call.given_ids is not None and call.given_ids.shape[1] > config.top_k:
+        assert call.given_weights is not None
+        numbers = call.given_ids[:, config.top_k :].long() - config.num_experts
+        live = live & (numbers >= 0) & (numbers < shape[1])
+        numbers, full = torch.where(live, numbers, 0), _given(call.given_weights[:, config.top_k :])
+    return numbers, full, live
+
+
 def _store(
     plan: RouterPlan,
     call: RouteCall,
@@ -302,24 +306,18 @@ def _store(
     slots: Tensor,
     weights: Tensor,
     valid: Tensor,
+    routed: Tensor,
 ) -> None:
     config, tables = plan.config, plan.tables
     shared, local_slots, per_rank = config.num_shared_experts, tables.num_local_slots, plan.slots_per_rank
-    shared_range = torch.arange(shared, device=ids.device)
+    numbers, full, live = _shared_columns(plan, call, routed)
     if config.shared_mode == "global":
-        shared_ids = tables.num_slots + shared_range
+        shared_ids = tables.num_slots + numbers
     else:
         slots = slots + slots // local_slots * shared
-        shared_ids = tables.ep_rank * per_rank + local_slots + shared_range
-    live = torch.ones((call.num_tokens, shared), dtype=torch.bool, device=ids.device)
-    if call.num_valid_tokens is not None:
-        rows = torch.arange(call.num_tokens, device=ids.device)[:, None]
-        live = live & (rows < call.num_valid_tokens.reshape(()))
+        shared_ids = tables.ep_rank * per_rank + local_slots + numbers
     valid = torch.cat((valid, live), dim=1)
-    columns = call.num_tokens, shared
-    physical = torch.cat((slots, shared_ids.expand(columns)), dim=1)
-    physical = torch.where(valid, physical, -1)
-    full = torch.full(columns, config.shared_weight, device=ids.device)
+    physical = torch.where(valid, torch.cat((slots, shared_ids), dim=1), -1)
     weights = torch.where(valid, torch.cat((weights, full), dim=1), 0.0)
     if "weights" in plan.emit:
         out.weights.copy_(weights)
@@ -327,7 +325,7 @@ def _store(
         out.physical_ids.copy_(physical)
     if "logical_ids" in plan.emit:
         assert out.logical_ids is not None
-        logical = torch.cat((ids, (config.num_experts + shared_range).expand(columns)), dim=1)
+        logical = torch.cat((ids, config.num_experts + numbers), dim=1)
         out.logical_ids.copy_(torch.where(valid, logical, -1))
     if "local_ids" in plan.emit:
         assert out.local_ids is not None
@@ -335,7 +333,7 @@ def _store(
         here = valid & (local >= 0) & (local < per_rank)
         if config.shared_mode == "global":
             # Every rank computes the shared experts of its own tokens, after its last slot.
-            local[:, config.top_k :] = local_slots + shared_range
+            local[:, config.top_k :] = local_slots + numbers
             here[:, config.top_k :] = valid[:, config.top_k :]
         out.local_ids.copy_(torch.where(here, local, -1))
     if "packed_ids" in plan.emit:

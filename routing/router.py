@@ -12,6 +12,7 @@ from torch import Tensor
 from evenroute.eplb._checks import describe, require_bool, require_choice, require_instance, require_int
 from evenroute.routing.call_checks import check_call, num_rows, require_logits
 from evenroute.routing.counters import ExpertCounters
+from evenroute.routing.gradient import RoutedWeights, wants_gradient
 from evenroute.routing.output import (
     DEFAULT_EMIT,
     OUTPUT_NAMES,
@@ -106,6 +107,7 @@ class Router:
             require_interpreter(tables.device)
         with torch.inference_mode(False):  # made under it, the seed could not be set outside
             seed = torch.zeros(1, dtype=torch.int32, device=tables.device)
+        counters.top_k = max(counters.top_k, config.top_k)
         self.config, self.tables, self.counters = config, tables, counters
         self.dispatch, self.tokens, self.backend, self.pdl = mode.dispatch, tokens, backend, pdl
         self.custom_routing_function = custom_routing_function
@@ -142,25 +144,32 @@ class Router:
         weights: Tensor | None = None,
         expert_ids_by_token: Tensor | None = None,
         token_ids: Tensor | None = None,
-        count: bool = True,
+        count: bool | Tensor = True,
+        route_padding: bool = False,
+        keep_weights: bool = False,
         waterfill_target: Tensor | None = None,
         out: RoutingOutput | None = None,
     ) -> RoutingOutput:
         """Route one batch of one layer.
 
         logits            [T, E] fp32, fp16 or bf16; None if ids are given
-        num_valid_tokens  int32 tensor of one element on the device: rows from it on are padding
+        num_valid_tokens  int32 tensor of one element on the device: rows from it on are padding, never counted
+        route_padding     padding gets valid ids, like any row, instead of -1
         row_offset        global index of row 0 (rank-invariant and hash dispatch)
         bias              [E] or [T, E], any float dtype; marked_bias [E] instead of it where token_marker [T] is true
         logical_ids, weights       [T, K] given (simulated routing, precomputed top-k) instead of scores and choice
                           Ids int32 or int64; one outside [0, E) is no choice: id -1, weight 0, not counted. Weights are
-                          renormalised and scaled like scores; NaN and negative ones (-1 as filler) count as 0
+                          renormalised and scaled like scores; NaN and negative ones (-1 as filler) count as 0.
+                          [T, K+S]: with the shared columns (ids E.. to E+S-1), which then are as given too
+        keep_weights      given weights stay as they are, neither renormalised nor scaled
         expert_ids_by_token, token_ids   [vocab, K], [T]: ids by token, weights from their scores
-        count             False leaves the counts alone (warm-up, dummy and draft passes); tickets go on
+        count             False leaves the counts alone (warm-up, dummy and draft passes); tickets go on. A tensor of
+                          one bool or integer on the device decides there, in a captured graph too: 0 is False
         waterfill_target  [R] slots that each rank should have; default: the mean, shared columns included
         out               buffers from `allocate`
 
-        No gradient flows through: inputs may require one, results do not. Checks look at attributes alone.
+        Where logits or given weights require a gradient, `weights` of the returned output carry it (read those, not
+        `out`'s): that of the scores, renormalised and scaled; ids and bias have none. Checks look at attributes alone.
 
         Raises:
             ValueError: types, shapes, dtypes or devices do not fit, or arguments contradict each other.
@@ -182,19 +191,49 @@ class Router:
             num_valid_tokens,
             row_offset,
             count,
+            route_padding,
+            keep_weights,
         )
         check_call(self.plan, call, waterfill_target, out)
+        if wants_gradient(call.logits, call.given_weights) and "weights" in self.plan.emit:
+            return self._with_gradient(call, waterfill_target, out)
         if out is None:
             out = allocate_output(self.plan, call.num_tokens, self.tables.device)
+        self._launch(self.plan, call, waterfill_target, out)
+        return out
+
+    def _launch(
+        self, plan: RouterPlan, call: RouteCall, waterfill_target: Tensor | None, out: RoutingOutput
+    ) -> None:
         if self.backend == "reference":
-            route_reference(self.plan, call, out)
+            route_reference(plan, call, out)
         else:
             from evenroute.routing.launch import route_kernel
 
-            route_kernel(self.plan, call, out, pdl=self.pdl)
+            route_kernel(plan, call, out, pdl=self.pdl)
         if self.config.shared_mode == "waterfill" and self.config.num_shared_experts:
-            waterfill_columns(self.plan, call, out, waterfill_target)
-        return out
+            waterfill_columns(plan, call, out, waterfill_target)
+
+    def _with_gradient(
+        self, call: RouteCall, waterfill_target: Tensor | None, out: RoutingOutput | None
+    ) -> RoutingOutput:
+        """The same launch, which also writes the logical ids that a backward pass needs."""
+        emit, device = self.plan.emit, self.tables.device
+        names = tuple(name for name in OUTPUT_NAMES if name in emit or name == "logical_ids")
+        plan = replace(self.plan, emit=names)
+        buffers = allocate_output(plan, call.num_tokens, device)
+        if out is not None:
+            ids = buffers.logical_ids if out.logical_ids is None else out.logical_ids
+            buffers = replace(out, logical_ids=ids, emitted=names)
+        self._launch(plan, call, waterfill_target, buffers)
+        assert buffers.logical_ids is not None
+        source = call.logits if call.given_weights is None else call.given_weights
+        chosen = buffers.logical_ids[:, : self.config.top_k].clone()
+        weights = RoutedWeights.apply(  # type: ignore[no-untyped-call]
+            source, buffers.weights, chosen, call.given_ids, self.config
+        )
+        kept = buffers.logical_ids if "logical_ids" in emit else None
+        return replace(buffers, weights=weights, logical_ids=kept, emitted=emit)
 
     def _custom_choice(self, logits: Any, weights: Any, table: Any) -> tuple[Tensor, Tensor]:
         assert self.custom_routing_function is not None

@@ -22,9 +22,13 @@ def tell_unfinished(line: str) -> None:
     typer.echo(f"evenroute: note: {' '.join(line.split())}", err=True)
 
 
-def open_loads(paths: Sequence[Path], *, num_experts: int | None = None) -> list[LoadSource]:
+def open_loads(
+    paths: Sequence[Path], *, num_experts: int | None = None, layout: str | None = None
+) -> list[LoadSource]:
     """`evenroute.open_loads` with `.pt` files, and a note for each dump that is left out."""
-    return files.open_loads(paths, num_experts=num_experts, read_pt=read_pt, on_unfinished=tell_unfinished)
+    return files.open_loads(
+        paths, num_experts=num_experts, layout=layout, read_pt=read_pt, on_unfinished=tell_unfinished
+    )
 
 
 def open_placement(path: Path) -> PlacementMap:

@@ -1,1 +1,5 @@
-"""Expert-parallel layers and adapters: our own EP layer, torch modules, vLLM."""
+"""Parts for engines: a layer to try things with, and adapters.
+
+`ep_layer`: an expert-parallel MoE layer over `experts`. `torch`: any PyTorch MoE, whose gate `gate_probe` asks first.
+`vllm_policy`: the planner behind vLLM's EPLB policy, which gets its `loads` as tensors.
+"""

@@ -48,12 +48,14 @@ class RankConfig:
     """``agree_every`` and ``num_buffers`` must be equal on all ranks (the first vote ends the job otherwise).
 
     ``heartbeat_s``: a status at least so often; ``resend_s``: the window in flight again after so long.
+    ``shadow``: placements are received and never voted for, so that nothing switches.
     """
 
     agree_every: int = 1
     num_buffers: int = 2
     heartbeat_s: float = 1.0
     resend_s: float = 1.0
+    shadow: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +119,9 @@ class RankCore:
             start, num_buffers=config.num_buffers, settings=(config.agree_every, started.run)
         )
         self.stream = RankStream(run=started.run, rank=rank, resend_s=config.resend_s)
-        self._prepare = prepare_with
         self.notices: deque[str] = deque(maxlen=100)  # refusals that the driver has not logged yet
+        self._start = start
+        self._prepare = prepare_with
         self._voted: Version | None = None
         self._vote_posted = False
         self._staged = 0
@@ -306,7 +309,7 @@ class RankCore:
         """The vector to post, int64 [10]; pins what it names until it is decided."""
         assert not self._vote_posted, "one vote is outstanding"
         self._vote_posted = True
-        self._voted = self.newest
+        self._voted = self._start if self.config.shadow else self.newest
         return vote_vector(self._voted, self._staged, self._error, self.state.state_hash())
 
     def decide(self, vote: int, reduced: Sequence[int] | NDArray[np.int64]) -> list[Action]:

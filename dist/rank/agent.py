@@ -2,17 +2,17 @@
 
 agent = RankAgent.start(config, placement=placement, tables=tables, counters=counters, ep_group=group)
 for batch in batches:
-    agent.step(batch.num_tokens)   # before the step's routing, on every rank, idle ones too
-    ...                            # route all layers: routed = router(logits, layer); agent.record(layer, routed)
-agent.close()
+    agent.step()                          # on every rank equally often, idle ones too; layers may switch here
+    agent.begin_pass(batch.num_tokens)    # when the rows are known; also step(num_tokens) for both
+    ...                                   # route all layers: routed = router(logits, layer)
+agent.close()                             # or the process ends
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
@@ -22,13 +22,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from evenroute.dist.config import AgentConfig
-from evenroute.dist.groups import RollCall, new_cpu_group
+from evenroute.dist.groups import RollCall
 from evenroute.dist.protocol.job_start import StartedJob
 from evenroute.dist.protocol.rank import PreparedPlacement, RankConfig, RankCore, prepare_placement
 from evenroute.dist.protocol.stream import Unsent
+from evenroute.dist.rank.closing import Closing, close_with
 from evenroute.dist.rank.counts import Counters, CountTaker
-from evenroute.dist.rank.start import Tables, agree_on_start, check_start, connect, job_shape
-from evenroute.dist.rank.switch import SwitchDriver
+from evenroute.dist.rank.start import Tables, agree_on_start, check_start, connect
+from evenroute.dist.rank.switch import OnCommit, SwitchDriver
 from evenroute.dist.rank.thread import AgentThread
 from evenroute.dist.rank.votes import VoteError, VoteThread
 from evenroute.dist.record.session import RecordingSession
@@ -77,23 +78,25 @@ class RankAgent:
         mover: LayerMover,
         vote_group: ProcessGroup,
         link: DealerLink | None,
+        on_commit: OnCommit | None = None,
     ) -> None:
         start = started.version()
         self.config = config
         self.run = started.run
         self.rank = torch_dist.get_rank(vote_group)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         rank_config = RankConfig(
             agree_every=config.agree_every,
             num_buffers=mover.num_buffers,
             heartbeat_s=config.heartbeat_s,
             resend_s=config.resend_s,
+            shadow=config.mode == "shadow",
         )
 
         def prepare(message: PlacementMessage, job: JobShape) -> PreparedPlacement:
             # On the agent thread, so that a commit on the forward thread only copies.
             found = prepare_placement(message, job)
-            if found.version is not None:
+            if found.version is not None and not rank_config.shadow:
                 tables.prepare(found.version.placement)
             return found
 
@@ -128,9 +131,12 @@ class RankAgent:
             self._votes,
             rank=self.rank,
             on_switch=self._thread.wake,  # the status of the change goes out at once
+            on_commit=on_commit,
         )
-        self._step = 0
-        self._closed: bool | None = None  # what `close` returned
+        self._closing = Closing(
+            config, self.rank, counters.device, self._takes, self._thread, self._votes, self._tap
+        )
+        self._call_off = close_with(self, self._closing)
 
     # ---------------------------------------------------------------------------------------- start
 
@@ -144,22 +150,28 @@ class RankAgent:
         counters: Counters,
         ep_group: ProcessGroup,
         mover: LayerMover | None = None,
+        on_commit: OnCommit | None = None,
     ) -> RankAgent:
         """Start a job; every rank of `ep_group` (CPU/gloo, in EP rank order) calls it with the same arguments.
+
+        `on_commit(layer, row)` keeps an engine's own maps equal: called with the `PlacementRow` of every layer before
+        this returns, and of each layer that switches, in `step` behind its commit, on the thread of the call.
 
         Rank 0 asks the rebalancer for its newest placement (up to `start_limit_s`; without an answer the job starts
         with `placement`, or ends if a rebalancer is required) and broadcasts it; tables, and weights if there is a
         `mover`, hold the agreed one when this returns. Raises TimeoutError or RuntimeError naming operation and limit;
         ValueError for arguments of another kind or that do not fit each other, before anything is sent.
         """
-        rank = check_start(config, placement, tables, counters, ep_group, mover)
-        job = job_shape(config, placement)
+        rank, job = check_start(config, placement, tables, counters, ep_group, mover, on_commit)
         link = connect(config)
         try:
-            vote_group = new_cpu_group(ep_group, limit_s=config.vote_limit_s)
-            started = agree_on_start(config, job, placement, rank, vote_group, link)
+            started, vote_group = agree_on_start(config, job, placement, rank, ep_group, link)
             mover = TablesOnly(tables) if mover is None else mover
-            mover.load(started.version().placement)
+            agreed = started.version().placement
+            mover.load(agreed)
+            if on_commit is not None:
+                for layer in range(job.num_layers):
+                    on_commit(layer, agreed.row(layer))
             counters.take()  # whatever ran before the job (warm-up) is no load of it
             agent = cls(
                 config,
@@ -169,6 +181,7 @@ class RankAgent:
                 mover=mover,
                 vote_group=vote_group,
                 link=link,
+                on_commit=on_commit,
             )
         except BaseException:
             if link is not None:
@@ -186,47 +199,75 @@ class RankAgent:
 
     # ----------------------------------------------------------------------------------------- step
 
-    def step(self, num_tokens: int, *, count: bool = True) -> StepResult:
-        """Begin a step of `num_tokens` rows on this rank, before its routing; every rank calls it equally often.
+    def step(self, num_tokens: int | None = None, *, count: bool = True) -> StepResult:
+        """Begin a step, before its routing; every rank calls it equally often, idle ranks too.
 
-        `count=False` leaves the step's routing out of the counts (warm-up, dummy, draft passes). Raises VoteError when
-        the ranks cannot agree any more, and RuntimeError when a transfer failed: the job has to end. Raises ValueError
-        for arguments of another kind, and RuntimeError after `close`: such a call is no step, nothing has changed.
+        With `num_tokens` a pass of so many rows begins at once. Without, `begin_pass` announces passes as soon as their
+        rows are known: none, one or several up to the next step. `count=False` leaves what is routed from here to the
+        next call of `step` or `begin_pass` out of the counts (warm-up, dummy, draft passes).
+
+        Raises VoteError when the ranks cannot agree any more, RuntimeError when a transfer failed: the job has to end.
+        Raises ValueError for arguments of another kind, RuntimeError after `close`: then nothing has changed.
         """
         # The usual case costs a few tests.
         if type(num_tokens) is not int or not 0 <= num_tokens <= MAX_STEP_TOKENS or type(count) is not bool:
-            require_int("num_tokens", num_tokens, 0, MAX_STEP_TOKENS)
+            if num_tokens is not None:
+                require_int("num_tokens", num_tokens, 0, MAX_STEP_TOKENS)
             require_bool("count", count)
-        if self._closed is not None:
+        if self._closing.result is not None:
             raise RuntimeError("RankAgent.step: the agent is closed")
-        step = self._step
+        step = self._closing.step
         switched: tuple[int, ...] = ()
         if self._tap.open:
             self._tap.finish()
         session = self._recorder.session
         per_pass = session is not None and session.order.mode == "per_pass"
-        self._takes.before_step(step, count=count, per_pass=per_pass)
-        if step % self.config.agree_every == 0:
-            switched = self._switches.agree(step // self.config.agree_every, step)
-        self._mover.advance()
-        self._takes.step_begun(num_tokens)
+        self._takes.begin_step(step, count=count, per_pass=per_pass)
+        try:
+            if step % self.config.agree_every == 0:
+                switched = self._switches.agree(step // self.config.agree_every, step)
+            self._mover.advance()
+        except BaseException:
+            self._closing.failed = True
+            raise
         self._rows_changed = self._rows_changed or bool(switched)
-        if session is not None and session.accepts:
-            self._begin_pass(session, step, num_tokens)
-        self._step = step + 1
+        if session is not None and per_pass and session.accepts:
+            self._record_counts(session, step)
+        self._closing.step = step + 1
+        if num_tokens is not None:
+            self._begin_pass(step, num_tokens, count, session)
         return StepResult(step, self._switches.key, self._switches.layer_keys, switched, count)
 
-    def _begin_pass(self, session: RecordingSession, step: int, num_tokens: int) -> None:
-        state, changed = self._core.state, self._rows_changed
-        if session.order.mode == "per_token":
-            if self._takes.counting:
-                self._rows_changed = False
-                self._tap.begin(session, step, num_tokens, state.live_rows, state.live_keys, switched=changed)
-            return
-        begins = self._takes.record_with(session, step)
-        if begins or (changed and self._takes.session is session):
+    def begin_pass(self, num_tokens: int, *, count: bool = True) -> None:
+        """Announce a pass of `num_tokens` rows in the present step, before its routing; each rank as often as it likes.
+
+        For engines that learn of a pass's rows when they run it, and for several passes a step (draft models). What no
+        call announces is counted if the last one said so, with as many rows as were routed. Never waits for another
+        rank. Raises as `step`.
+        """
+        if type(num_tokens) is not int or not 0 <= num_tokens <= MAX_STEP_TOKENS or type(count) is not bool:
+            require_int("num_tokens", num_tokens, 0, MAX_STEP_TOKENS)
+            require_bool("count", count)
+        if self._closing.result is not None or not self._closing.step:
+            reason = "call step first" if self._closing.result is None else "the agent is closed"
+            raise RuntimeError(f"RankAgent.begin_pass: {reason}")
+        if self._tap.open:
+            self._tap.finish()
+        self._begin_pass(self._closing.step - 1, num_tokens, count, self._recorder.session)
+
+    def _begin_pass(self, step: int, num_tokens: int, count: bool, session: RecordingSession | None) -> None:
+        per_pass = session is not None and session.order.mode == "per_pass"
+        self._takes.begin_pass(step, num_tokens, count=count, per_pass=per_pass)
+        if session is not None and session.accepts and count and not per_pass:
+            state, changed = self._core.state, self._rows_changed
             self._rows_changed = False
-            session.placed(step, list(state.live_rows), list(state.live_keys))
+            self._tap.begin(session, step, num_tokens, state.live_rows, state.live_keys, switched=changed)
+
+    def _record_counts(self, session: RecordingSession, step: int) -> None:
+        begins = self._takes.record_with(session, step)
+        if begins or (self._rows_changed and self._takes.session is session):
+            self._rows_changed = False
+            session.placed(step, list(self._core.state.live_rows), list(self._core.state.live_keys))
 
     def record(self, layer: int, routed: RoutedIds | Tensor) -> None:
         """Hand over what a layer was routed to, for recordings of mode per_token; costs one test without one.
@@ -242,8 +283,6 @@ class RankAgent:
         """Vocabulary ids and positions [T] (integers) of this step's rows, for recordings of mode per_token."""
         if self._tap.open:
             self._tap.add_inputs(token_ids, positions)
-
-    # ---------------------------------------------------------------------------------------- state
 
     @property
     def key(self) -> Key | None:
@@ -277,66 +316,28 @@ class RankAgent:
 
     def unsent(self) -> Unsent:
         """Counts not known to be stored."""
-        with self._lock:
-            tokens, steps = self._thread.waiting()
-            unsent = self._core.unsent()
-        if steps is None:
-            return unsent
-        first = steps[0] if unsent.open_steps is None else min(steps[0], unsent.open_steps[0])
-        return replace(unsent, open_tokens=unsent.open_tokens + tokens, open_steps=(first, steps[1]))
+        return self._thread.unsent()
 
     # ---------------------------------------------------------------------------------------- close
 
     def close(self, limit_s: float | None = None) -> bool:
         """Send what is counted, wait up to `limit_s` (default `close_limit_s`) for its receipt, end the threads.
 
-        True if all of it is known to be stored. A further call returns the same and does nothing. Raises ValueError for
-        a limit that is no time.
+        The rebalancer then knows that this rank has ended as it should; one that is killed looks like a failure. Called
+        by itself at the end of the process and when nothing refers to the agent any more, and may be called by a
+        signal's handler. True if all of it is known to be stored. A further call returns the same and does nothing.
+        Raises ValueError for a limit that is no time.
         """
         if limit_s is not None:
             require_seconds("limit_s", limit_s)
-        if self._closed is not None:
-            return self._closed
-        self._closed = False
-        if self._tap.open:
-            self._tap.finish()
-        limit_s = self.config.close_limit_s if limit_s is None else limit_s
-        if self.config.rebalancer:
-            done = self._close_stream(limit_s)
-        else:
-            self._thread.close(0.0)
-            done = True
-        if not done:
-            unsent = self.unsent()
-            logger.warning(
-                "rank %d: not known to be stored: %d tokens in flight (steps %s), %d tokens unsent (steps %s)",
-                self.rank,
-                unsent.in_flight_tokens,
-                unsent.in_flight_steps,
-                unsent.open_tokens,
-                unsent.open_steps,
-            )
-        if not self._votes.close(min(2.0, limit_s)):
-            logger.warning(
-                "rank %d: the last vote is still under way; its thread ends with the process", self.rank
-            )
-        self._closed = done
-        return done
+        return self._end(limit_s, clean=True)
 
-    def _close_stream(self, limit_s: float) -> bool:
-        deadline = time.monotonic() + limit_s
-        taken = self._takes.finish(self._step, limit_s)
-        if not taken:
-            logger.warning(
-                "rank %d: the counts of steps %d..%d stay on the device: its copies are three takes behind",
-                self.rank,
-                self._takes.first_step,
-                self._step - 1,
-            )
-        return self._thread.close(max(0.0, deadline - time.monotonic())) and taken
+    def _end(self, limit_s: float | None, *, clean: bool) -> bool:
+        self._call_off()
+        return self._closing.close(limit_s, clean=clean)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed is not None else f"step {self._step}"
+        state = "closed" if self._closing.result is not None else f"step {self._closing.step}"
         return f"<RankAgent rank {self.rank}, run {self.run:x}, {state}, placement {self.key or 'switching'}>"
 
     def __enter__(self) -> RankAgent:
@@ -345,4 +346,4 @@ class RankAgent:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self._end(None, clean=error is None or isinstance(error, SystemExit))

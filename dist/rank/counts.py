@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from contextlib import nullcontext
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -49,13 +50,16 @@ class HostBuffer:
 
 
 class CountTaker:
-    """Knows which steps the counts on the device belong to, and hands them over as `Take`s.
+    """Knows which passes the counts on the device belong to, and hands them over as `Take`s.
+
+    Windows end at the same steps on every rank, whatever each of them counts: passes that are not counted (dummy,
+    draft, warm-up) are thrown away inside a window, which covers their steps all the same.
 
     reports       whether this rank's counts go anywhere (of ranks with shared counts, rank 0's only)
     window_steps  steps of a window
-    wait_limit_s  how long `before_step` may wait for a buffer where counted steps end
+    wait_limit_s  how long a call may wait for a buffer where counted passes end
 
-    counting      whether the counts of the steps since `first_step` are wanted
+    counting      whether the counts since the last take are wanted
     first_step    first step of what lies on the device
     session       the recording whose passes the takes are, or None
     skipped       takes put off because no buffer was free: those counts came with a later one
@@ -77,31 +81,45 @@ class CountTaker:
         self._wait_limit_s = wait_limit_s
         self._free: deque[HostBuffer] = deque(HostBuffer(counters) for _ in range(_NUM_BUFFERS))
         self._tokens = 0
+        self._passes = 0  # of this step
+        self._covered = 0  # steps below it are part of a take that was handed over
+        self._taking = False
+        self._stream: Any = None  # CUDA: of the last take, where the counts are added up
         self.first_step = 0
         self.counting = True
         self.session: RecordingSession | None = None
         self.skipped = 0
 
-    def before_step(self, step: int, *, count: bool, per_pass: bool) -> None:
-        """Take what was counted before `step` if a window ends there, or (`per_pass`) in any case."""
-        turns = self.counting != count
-        window_ends = turns or step % self._window_steps == 0
-        if (window_ends or per_pass) and (turns or step > self.first_step):
-            self._take(step, count, ends_window=window_ends)
+    def begin_step(self, step: int, *, count: bool, per_pass: bool) -> None:
+        """`step` begins: take what was counted before it, if a window ends here or if counting turns on or off."""
+        turns, window_ends = self.counting != count, step % self._window_steps == 0
+        if step > self.first_step and (turns or window_ends or per_pass):
+            self._take(step - 1, step, count, ends_window=window_ends)
+        self.counting, self._passes = count, 0
 
-    def step_begun(self, num_tokens: int) -> None:
-        """The step that `before_step` was called for begins: it routes so many rows."""
-        if self.counting:
+    def begin_pass(self, step: int, num_tokens: int, *, count: bool, per_pass: bool) -> None:
+        """A pass of so many rows begins in `step`: take what was routed before it, if that has to stay apart."""
+        if self.counting != count or (per_pass and self._passes):
+            self._take(step if self._passes or self.first_step == step else step - 1, step, count)
+        self._passes += 1
+        if count:
             self._tokens += num_tokens
 
     def finish(self, step: int, limit_s: float) -> bool:
-        """Take what was counted before `step`, the job's end; False if no buffer was free within `limit_s`."""
+        """Take what was counted before `step`, the job's end; False if counts stay on the device.
+
+        A signal's handler that closes the agent may interrupt a take; its counts are then left where they are.
+        """
+        if self._taking:
+            return False
         deadline = time.monotonic() + limit_s
-        while step > self.first_step and not self._free and time.monotonic() < deadline:
+        left = self.counting and self._reports
+        while left and step > self.first_step and not self._free and time.monotonic() < deadline:
             time.sleep(0.0005)
-        if step > self.first_step and self._free:
-            self._take(step, count=True)
-        return step <= self.first_step or not (self.counting and self._reports)
+        if step > self.first_step and (self._free or not left):
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                self._take(step - 1, step, True, ends_window=True)
+        return step <= self.first_step or not left
 
     def record_with(self, session: RecordingSession, step: int) -> bool:
         """Make each take from `step` on a pass of `session`; True if that begins just now.
@@ -113,30 +131,42 @@ class CountTaker:
         self.session = session
         return True
 
-    def _take(self, step: int, count: bool, *, ends_window: bool = True) -> None:
-        """Those of uncounted steps are thrown away."""
-        if self.counting and self._reports and step > self.first_step:
+    def _take(self, last: int, following: int, count: bool, *, ends_window: bool = False) -> None:
+        """Steps up to `last`; `following` is the first of what is counted next, if `count`."""
+        self._taking = True
+        buffer = None
+        if not self._reports or not self.counting:
+            self._counters.take()  # thrown away
+        elif self._free or self.counting != count:
             if not self._free:
-                if self.counting == count:
-                    self.skipped += 1
-                    return
                 self._wait_for_buffer()
             buffer = self._free.pop()  # the one used last: its memory is in the caches
             self._counters.take(buffer.tensor)
             buffer.mark()
-            take = Take(self.first_step, step - 1, self._tokens, buffer, self._free.append, ends_window)
-            if self.session is not None:
+        else:
+            self.skipped += 1
+            self._taking = False
+            return
+        if self._counters.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._counters.device)
+        if buffer is not None or (ends_window and self._reports):
+            first = min(self.first_step, self._covered)
+            take = Take(first, last, self._tokens, buffer, self._free.append, ends_window)
+            nothing = (
+                self.first_step == last == following and not self._passes
+            )  # before the step's first pass
+            if self.session is not None and buffer is not None and not nothing:
                 if self.session.accepts:
-                    take.session = self.session
+                    take.session, take.pass_from = self.session, self.first_step
                 else:
                     self.session = None
+            self._covered = following
             self._hand_over(take)
-        else:
-            self._counters.take()
-        self.first_step, self._tokens, self.counting = step, 0, count
+        self.first_step, self._tokens, self.counting = following, 0, count
+        self._taking = False
 
     def _wait_for_buffer(self) -> None:
-        # Only where counted steps end and the agent's thread is three takes behind; it never waits for the network.
+        # Only where counted passes end and the agent's thread is three takes behind; it never waits for the network.
         deadline = time.monotonic() + self._wait_limit_s
         while not self._free:
             if time.monotonic() > deadline:

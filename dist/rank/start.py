@@ -15,7 +15,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from evenroute.dist.config import AgentConfig
-from evenroute.dist.groups import require_group
+from evenroute.dist.groups import compare_ranks, new_cpu_group, require_group
 from evenroute.dist.protocol.job_start import (
     JobStartConfig,
     JobStartCore,
@@ -30,20 +30,27 @@ from evenroute.dist.wire.keys import load_client_keys
 from evenroute.dist.wire.link import DealerLink
 from evenroute.dist.wire.messages import (
     DEFAULT_FRAME_LIMIT,
-    NO_KEY,
+    PROTOCOL_VERSION,
     JobShape,
     MessageError,
     Up,
     decode_down,
     encode,
 )
-from evenroute.eplb._checks import describe, require_at_least, require_instance, require_parts
+from evenroute.eplb._checks import (
+    describe,
+    require_at_least,
+    require_callable,
+    require_instance,
+    require_parts,
+)
 from evenroute.eplb.placement.placement import Placement
 
 logger = logging.getLogger("evenroute.dist.agent")
 
 _TABLES = ("update_layer", "load", "prepare")
 _COUNTED = ("num_layers", "num_logical_experts")
+_EQUAL = ("agree_every", "window_steps", "mode")
 _MOVER = ("load", "open_layer", "advance", "staged", "error", "commit_layer", "discard", "in_flight")
 
 
@@ -53,8 +60,16 @@ class Tables(TableUpdater, Protocol):
     def prepare(self, placement: Placement) -> None: ...
 
 
-def check_start(config: Any, placement: Any, tables: Any, counters: Any, ep_group: Any, mover: Any) -> int:
-    """This rank's number in `ep_group`; ValueError for what `RankAgent.start` cannot work with."""
+def check_start(
+    config: Any,
+    placement: Any,
+    tables: Any,
+    counters: Any,
+    ep_group: Any,
+    mover: Any,
+    on_commit: Any,
+) -> tuple[int, JobShape]:
+    """This rank's number and the job's shape; ValueError for what `RankAgent.start` cannot work with."""
     require_instance("config", config, AgentConfig)
     require_instance("placement", placement, Placement)
     rank, ep_size = require_group("ep_group", ep_group)
@@ -80,9 +95,26 @@ def check_start(config: Any, placement: Any, tables: Any, counters: Any, ep_grou
     if mover is not None:
         require_parts("mover", mover, "LayerMover", _MOVER, ("num_buffers",))
         require_at_least("mover.num_buffers", mover.num_buffers, 1)
+    if on_commit is not None:
+        require_callable("on_commit", on_commit, "on_commit(layer, row)")
     if config.record_dir:
         check_folder(config.record_dir)
-    return rank
+    return rank, job_shape(config, placement, _top_k(config, counters))
+
+
+def _top_k(config: AgentConfig, counters: Any) -> int:
+    """Routed experts a token, as the router's counters know them; ValueError where `config` says another number."""
+    known = getattr(counters, "top_k", 0)
+    if known and config.top_k and known != config.top_k:
+        raise ValueError(
+            f"agent.top_k: {config.top_k} found, the router chooses {known} experts a token; leave it out"
+        )
+    if not known and not config.top_k:
+        raise ValueError(
+            "agent.top_k: 0 found and no Router counts into these counters yet, expected the experts a token (or make "
+            "the Router first)"
+        )
+    return known or config.top_k
 
 
 def _fits(name: str, value: Any, wanted: dict[str, Any]) -> None:
@@ -93,7 +125,7 @@ def _fits(name: str, value: Any, wanted: dict[str, Any]) -> None:
             raise ValueError(f"{name}.{field}: {shown} found, the placement has {expected}")
 
 
-def job_shape(config: AgentConfig, placement: Placement) -> JobShape:
+def job_shape(config: AgentConfig, placement: Placement, top_k: int) -> JobShape:
     """What has to be equal on all ranks."""
     return JobShape(
         num_layers=placement.num_layers,
@@ -101,7 +133,7 @@ def job_shape(config: AgentConfig, placement: Placement) -> JobShape:
         num_slots=placement.num_slots,
         ep_size=placement.topology.ep_size,
         num_nodes=placement.topology.num_nodes,
-        top_k=config.top_k,
+        top_k=top_k,
         shared_counts=config.shared_counts,
         model=config.model,
     )
@@ -121,15 +153,25 @@ def agree_on_start(
     job: JobShape,
     placement: Placement,
     rank: int,
-    group: ProcessGroup,
+    ep_group: ProcessGroup,
     link: DealerLink | None,
-) -> StartedJob:
-    """Rank 0 decides and broadcasts; if it fails, every rank raises."""
+) -> tuple[StartedJob, ProcessGroup]:
+    """The start that rank 0 decided and broadcast, and the group of votes. Compares first what has to be equal."""
+    equal = {
+        "protocol": PROTOCOL_VERSION,
+        **{name: getattr(job, name) for name in job.__struct_fields__},
+        **{f"agent.{name}": getattr(config, name) for name in _EQUAL},
+        "digest of the start placement": f"{placement.digest():#x}",
+    }
+    compare_ranks(ep_group, "job start", equal, limit_s=config.vote_limit_s)
+    group = new_cpu_group(ep_group, limit_s=config.vote_limit_s)
     data: bytes | None = None
     failure: Exception | None = None
     if rank == 0:
         try:
-            data = encode_started(_ask_snapshot(config, job, placement, link))
+            # In shadow the job starts with its own placement, and nothing replaces it.
+            asked = None if config.mode == "shadow" else link
+            data = encode_started(_ask_snapshot(config, job, placement, asked))
         except (TimeoutError, OSError) as error:
             failure = error
     with _naming("job start: broadcast of the start placement"):
@@ -138,18 +180,7 @@ def agree_on_start(
         raise failure
     if not data:
         raise TimeoutError("job start: rank 0 got no placement (see its message)")
-    started = decode_started(data)
-    mine = placement.digest()
-    if started.key == NO_KEY and started.version().digest != mine:
-        raise RuntimeError(
-            f"job start: rank {rank} has a start placement with digest {mine:#x}, rank 0 one with "
-            f"{started.version().digest:#x}; all ranks need the same"
-        )
-    if started.job != job:
-        raise RuntimeError(
-            f"job start: rank {rank} has {job}, rank 0 has {started.job}; all ranks need the same"
-        )
-    return started
+    return decode_started(data), group
 
 
 @contextmanager
@@ -177,7 +208,9 @@ def _ask_snapshot(
 ) -> StartedJob:
     limit_s = config.start_limit_s if link is not None else 0.001
     settings = JobStartConfig(
-        time_limit_s=limit_s, resend_s=min(0.25, limit_s), required=config.require_rebalancer
+        time_limit_s=limit_s,
+        resend_s=min(0.25, limit_s),
+        required=config.require_rebalancer and config.mode != "shadow",
     )
     core = JobStartCore(job, placement, settings, secrets.randbits)
     out: list[Up] = core.begin(time.monotonic())

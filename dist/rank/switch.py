@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -11,10 +10,13 @@ from numpy.typing import NDArray
 
 from evenroute.dist.protocol.agreement import Action, Commit, Discard, Open
 from evenroute.dist.protocol.rank import RankCore
+from evenroute.dist.rank.thread import Lock
 from evenroute.dist.rank.votes import VoteThread
 from evenroute.dist.weights.mover import LayerMover
 from evenroute.dist.wire.messages import Key
-from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.placement import Placement, PlacementRow
+
+OnCommit = Callable[[int, PlacementRow], None]
 
 logger = logging.getLogger("evenroute.dist.agent")
 
@@ -23,6 +25,7 @@ class SwitchDriver:
     """One rank's side of every agreement; the rank core is shared with the agent's thread under `lock`.
 
     on_switch    called after actions were carried out
+    on_commit    called with (layer, row) behind each commit, on the forward thread
     key          (epoch, version) that all layers have; None while layers differ
     layer_keys   int64 [L, 2], read-only: (epoch, version) of each layer
     """
@@ -30,12 +33,13 @@ class SwitchDriver:
     def __init__(
         self,
         core: RankCore,
-        lock: threading.Lock,
+        lock: Lock,
         mover: LayerMover,
         votes: VoteThread,
         *,
         rank: int,
         on_switch: Callable[[], None],
+        on_commit: OnCommit | None = None,
     ) -> None:
         self._core = core
         self._lock = lock
@@ -43,6 +47,7 @@ class SwitchDriver:
         self._votes = votes
         self._rank = rank
         self._on_switch = on_switch
+        self._on_commit = on_commit
         self._step = 0
         self._error_told = False
         self._placement: Placement | None = None
@@ -94,6 +99,8 @@ class SwitchDriver:
                     self._mover.open_layer(layer, live_row, target_row)
                 case Commit(layer, row, _):
                     self._mover.commit_layer(layer, row)
+                    if self._on_commit is not None:
+                        self._on_commit(layer, row)
                     switched.append(layer)
         if switched:
             self._layers_changed()

@@ -10,8 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,11 +19,12 @@ import zmq
 from numpy.typing import NDArray
 
 from evenroute.dist.protocol.rank import RankCore
+from evenroute.dist.protocol.stream import Unsent
 from evenroute.dist.record.recorder import RankRecorder
 from evenroute.dist.record.session import RecordingSession
 from evenroute.dist.wire.control import decode_order, encode_control
 from evenroute.dist.wire.link import CONTROL_TAG, DealerLink
-from evenroute.dist.wire.messages import MessageError, Up, decode_down, encode
+from evenroute.dist.wire.messages import Goodbye, MessageError, Up, decode_down, encode
 
 logger = logging.getLogger("evenroute.dist.agent")
 
@@ -36,6 +37,10 @@ _MAX_WAIT_S = 0.5
 _RECEIVE_BATCH = 32
 
 
+Lock = AbstractContextManager[Any]
+"""Shared by the forward thread and the agent's; re-entrant, for a signal's handler may close the agent meanwhile."""
+
+
 class CountBuffer(Protocol):
     """A take under way: `wait` until the counts are on the host, then `counts` int64 [L, E]."""
 
@@ -46,24 +51,25 @@ class CountBuffer(Protocol):
 
 @dataclass
 class Take:
-    """Counts of steps first_step..last_step (inclusive), `tokens` rows, in a buffer that goes back to `release`.
+    """Counts of steps first_step..last_step (inclusive), `tokens` announced rows, in a buffer that goes to `release`.
 
-    `session` records them as a pass of its own. They are kept back until a take that `ends_window`, so that the
-    stream's windows stay as long as without a recording.
+    They are kept back until a take that `ends_window`, so that windows end at the same steps on every rank. Without a
+    buffer nothing was counted in these steps. `session` records them as a pass of its own, from step `pass_from` on.
     """
 
     first_step: int
     last_step: int
     tokens: int
-    buffer: CountBuffer
+    buffer: CountBuffer | None
     release: Callable[[Any], None]
     ends_window: bool = True
     session: RecordingSession | None = None
+    pass_from: int = 0
 
 
 @dataclass
 class _Partial:
-    """A window that is taken pass by pass."""
+    """A window that is taken in parts."""
 
     first_step: int
     last_step: int
@@ -77,7 +83,7 @@ class AgentThread:
     def __init__(
         self,
         core: RankCore,
-        lock: threading.Lock,
+        lock: Lock,
         link: DealerLink | None,
         *,
         silence_limit_s: float,
@@ -97,6 +103,8 @@ class AgentThread:
         self._stopping = False
         self._partial: _Partial | None = None
         self._partial_ends = False
+        self._excess_logged = False
+        self._goodbye = False
         self._thread = threading.Thread(target=self._run, name="evenroute-agent", daemon=True)
 
     def start(self) -> None:
@@ -131,6 +139,8 @@ class AgentThread:
                 if self.errors <= 10:
                     logger.exception("agent thread: error %d, goes on", self.errors)
                 time.sleep(0.05)
+        if self._goodbye:
+            self._send([Goodbye(run=self.core.run, rank=self.core.rank)])
 
     def _wait_ms(self) -> int:
         with self.lock:
@@ -144,9 +154,7 @@ class AgentThread:
             self._add_take(self._takes[0])
         if self._partial_ends:
             self._partial_ends = False
-            with self.lock:
-                out = self._end_partial()
-            self._send(out)
+            self._send(self._end_partial())
         if self._link is None:
             with self.lock:
                 self.core.tick(time.monotonic())  # nobody hears it, but its clock goes on
@@ -162,6 +170,8 @@ class AgentThread:
         with self.lock:
             out = self.core.tick(time.monotonic())
         self._send(out)
+        while self.core.notices:
+            logger.warning("rank %d: %s", self.core.rank, self.core.notices.popleft())
         for report in self.recorder.due(time.monotonic()):
             self._link.send(CONTROL_TAG, encode_control(report))
 
@@ -177,51 +187,71 @@ class AgentThread:
             link.reconnect()
 
     def _add_take(self, take: Take) -> None:
-        """The take stays in the queue until its counts are part of the window or the stream, then leaves it under the
-        lock: whoever asks what is unsent neither misses it nor finds it twice."""
-        out: Iterable[Up] = ()
+        """The take stays in the queue until its counts are part of the window, then leaves it under the lock: whoever
+        asks what is unsent neither misses it nor finds it twice."""
         added = False
         try:
-            take.buffer.wait()
-            if take.session is not None:
-                take.session.counts(take.first_step, take.last_step, take.tokens, take.buffer.counts)
+            counts = None
+            if take.buffer is not None:
+                take.buffer.wait()
+                counts = take.buffer.counts
+                if take.session is not None:
+                    take.session.counts(take.pass_from, take.last_step, take.tokens, counts)
             with self.lock:
                 added = True
                 self._takes.popleft()
-                out = self._add_counts(take)
+                self._merge(take, counts)
         finally:
             if not added:
                 self._takes.popleft()
-            take.release(take.buffer)
-        self._send(out)
+            if take.buffer is not None:
+                take.release(take.buffer)
+        if take.ends_window:
+            self._send(self._end_partial())
 
-    def _add_counts(self, take: Take) -> Iterable[Up]:
+    def _merge(self, take: Take, counts: NDArray[np.int64] | None) -> None:
         """Under the lock."""
-        if self._partial is None and take.ends_window:
-            return self.core.add_counts(
-                take.first_step, take.last_step, take.tokens, take.buffer.counts, time.monotonic()
-            )
-        self._add_partial(take)
-        return self._end_partial() if take.ends_window else ()
-
-    def _add_partial(self, take: Take) -> None:
         found = self._partial
         if found is None:
-            counts = take.buffer.counts.copy()
-            self._partial = _Partial(take.first_step, take.last_step, take.tokens, counts)
+            job = self.core.job
+            shape = (job.num_layers, job.num_logical_experts)
+            empty = np.zeros(shape, np.int64) if counts is None else counts.copy()
+            self._partial = _Partial(take.first_step, take.last_step, take.tokens, empty)
             return
-        found.counts += take.buffer.counts
+        if counts is not None:
+            found.counts += counts
         found.last_step = take.last_step
         found.tokens += take.tokens
 
     def _end_partial(self) -> Iterable[Up]:
-        """Under the lock."""
-        found, self._partial = self._partial, None
+        """The window goes to the stream."""
+        found = self._partial  # changed by this thread alone
         if found is None:
             return ()
-        return self.core.add_counts(
-            found.first_step, found.last_step, found.tokens, found.counts, time.monotonic()
-        )
+        tokens = self._rows(found)
+        with self.lock:
+            self._partial = None
+            return self.core.add_counts(
+                found.first_step, found.last_step, tokens, found.counts, time.monotonic()
+            )
+
+    def _rows(self, window: _Partial) -> int:
+        """Rows of a window: those announced, or as many as the counts need: what was routed is counted."""
+        busiest = window.counts.sum(axis=1)
+        rows = -(-int(busiest.max()) // self.core.job.top_k)
+        if window.tokens and rows > window.tokens and not self._excess_logged:
+            self._excess_logged = True
+            logger.warning(
+                "rank %d: steps %d..%d: %d rows were routed in layer %d, %d were announced; counted as routed "
+                "(announce every pass: RankAgent.step or begin_pass; leave padding out: num_valid_tokens)",
+                self.core.rank,
+                window.first_step,
+                window.last_step,
+                rows,
+                int(busiest.argmax()),
+                window.tokens,
+            )
+        return max(window.tokens, rows)
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
@@ -238,8 +268,6 @@ class AgentThread:
             return
         with self.lock:
             out = self.core.receive(prepared, time.monotonic())
-        while self.core.notices:
-            logger.warning("rank %d: %s", self.core.rank, self.core.notices.popleft())
         self._send(out)
 
     def _send(self, messages: Iterable[Up]) -> None:
@@ -259,6 +287,16 @@ class AgentThread:
         steps = min(part.first_step for part in parts), max(part.last_step for part in parts)
         return sum(part.tokens for part in parts), steps
 
+    def unsent(self) -> Unsent:
+        """Counts not known to be stored."""
+        with self.lock:
+            tokens, steps = self.waiting()
+            unsent = self.core.unsent()
+        if steps is None:
+            return unsent
+        first = steps[0] if unsent.open_steps is None else min(steps[0], unsent.open_steps[0])
+        return replace(unsent, open_tokens=unsent.open_tokens + tokens, open_steps=(first, steps[1]))
+
     def drained(self) -> bool:
         """Whether everything counted is known to be stored."""
         with self.lock:
@@ -266,8 +304,11 @@ class AgentThread:
             _, steps = self.waiting()
         return steps is None and unsent.in_flight_steps is None and unsent.open_steps is None
 
-    def close(self, limit_s: float) -> bool:
-        """Wait up to `limit_s` for what is unsent, then stop and close the socket; False if something is unsent."""
+    def close(self, limit_s: float, *, goodbye: bool) -> bool:
+        """Wait up to `limit_s` for what is unsent, then stop and close the socket; False if something is unsent.
+
+        `goodbye`: say that this rank ends as it should; without it the rebalancer takes its silence for a failure.
+        """
         deadline = time.monotonic() + limit_s
         self._partial_ends = True
         self.wake()
@@ -275,15 +316,13 @@ class AgentThread:
             time.sleep(0.01)
         done = self.drained()
         self.recorder.close(max(1.0, limit_s))
+        self._goodbye = goodbye
         self._stopping = True  # after one more turn, which reports what was recorded
         self.wake()
         self._thread.join(2.0)
         if not self._thread.is_alive():
             if self._link is not None:
-                self._link.close(linger_ms=100)
-            wake, self._wake = (
-                self._wake,
-                -1,
-            )  # whoever wakes this thread later must not write into another's file
+                self._link.close(linger_ms=500 if goodbye else 100)
+            wake, self._wake = self._wake, -1  # a later wake must not write into another's file
             os.close(wake)
         return done

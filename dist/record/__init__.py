@@ -1,1 +1,5 @@
-"""Recordings of passes on a rank: the tap in the forward pass, the session and its files."""
+"""A rank's side of recordings: orders and the writer thread; no part of the control plane waits for it.
+
+`recorder`: one recording after the other; `session`: the one that runs; `tap`: the forward thread's copies of ids;
+`files`: the dump it is written to.
+"""

@@ -1,39 +1,47 @@
-"""All ranks must cut the same chunks of the same tensors: compared at the start, before any weight moves."""
+"""All ranks must cut the same chunks of the same tensors: compared at the start, before any collective."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-import numpy as np
 import torch
 import torch.distributed as torch_dist
 
-from evenroute.eplb.placement.placement import row_digest
+from evenroute.dist.groups import compare_ranks
+from evenroute.dist.weights.expert_weights import ExpertWeights, LayerWeights
+from evenroute.dist.wire.messages import PROTOCOL_VERSION
+
+LIMIT_S = 600.0  # ranks come here when their weights are loaded
 
 
-def agree_on_numbers(
-    settings: Mapping[str, float],
-    numbers: Sequence[int],
-    group: torch_dist.ProcessGroup,
-    device: torch.device,
+def compare_weights(
+    weights: ExpertWeights, settings: Mapping[str, object], group: torch_dist.ProcessGroup
 ) -> None:
-    """All ranks must cut the same chunks: compare the settings and the other ``numbers`` that decide them. Also
-    connects the ranks to each other, so that the first chunk does not have to. Collective.
+    """Compare everything that chunks are cut by: the protocol, ``settings`` and the tensors of every layer.
+
+    Then connect the ranks to each other, so that the first chunk does not have to (CUDA).
 
     Raises:
-        ValueError: they differ.
+        ValueError: on every rank alike; names what differs and on which ranks.
+        MissingRanksError: a rank did not come in time.
     """
-    values = [int(value * 1000) for value in settings.values()]
-    words = [int(n) >> shift & 0x7FFFFFFF for n in (*values, *numbers) for shift in (0, 31)]
-    digest = row_digest(np.array(words, dtype=np.int32), None)
-    both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-    torch_dist.all_reduce(both, torch_dist.ReduceOp.MIN, group=group)
-    if int(both[0]) != -int(both[1]):
-        chosen = ", ".join(f"{name}={settings[name]}" for name in ("chunk_bytes", "max_peers", "verify"))
-        raise ValueError(
-            f"rank {torch_dist.get_rank(group)}: ranks disagree about migration: {chosen}, "
-            f"num_buffers={numbers[0]}, layers={numbers[1]}, tensors or resident placement"
-        )
-    if device.type == "cuda":
-        tiny = torch.zeros(torch_dist.get_world_size(group), dtype=torch.int64, device=device)
+    equal = {"protocol": PROTOCOL_VERSION, **settings, "slots of a rank": weights.num_local_slots}
+    equal |= {"layers": weights.num_layers, **dict(_tensors(weights))}
+    compare_ranks(group, "weights", equal, limit_s=LIMIT_S)
+    if weights.device.type == "cuda":
+        tiny = torch.zeros(torch_dist.get_world_size(group), dtype=torch.int64, device=weights.device)
         torch_dist.all_to_all_single(torch.empty_like(tiny), tiny, group=group)
+
+
+def _tensors(weights: ExpertWeights) -> Iterator[tuple[str, str]]:
+    for number, layer in enumerate(weights.layers):
+        yield f"layer {number} tensors", ", ".join(layer.tensors)
+        for name in layer.tensors:
+            yield f"layer {number} tensor {name!r}", _form(layer, name)
+
+
+def _form(layer: LayerWeights, name: str) -> str:
+    tensor = layer.tensors[name]
+    # An expert's bytes travel in the order in which they lie in memory.
+    order = "" if tensor[0].is_contiguous() else f" strides {list(tensor.stride()[1:])}"
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{order}"

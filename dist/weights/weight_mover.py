@@ -18,7 +18,7 @@ import torch.distributed as torch_dist
 from numpy.typing import NDArray
 
 from evenroute.dist.groups import require_group
-from evenroute.dist.weights.agree import agree_on_numbers
+from evenroute.dist.weights.agree import compare_weights
 from evenroute.dist.weights.chunks import ChunkRecord, ChunkRunner, pick_chunks
 from evenroute.dist.weights.exchange import MigrationError
 from evenroute.dist.weights.expert_weights import ALIGN, LOADER_CALL, ExpertWeights, Loader
@@ -120,6 +120,10 @@ class WeightMover:
         # Slots of every layer as the weights lie now.
         self._rows = [] if resident is None else [row.copy() for row in resident.physical_to_logical]
         self._num_experts = 0
+        settings: dict[str, object] = dict(vars(self.config))
+        settings["loader"] = "none" if loader is None else "given"
+        settings["digest of resident"] = "none" if resident is None else f"{resident.digest():#x}"
+        compare_weights(weights, settings, group)
         self._buffers = StagingBuffers(weights, self.config.staging_bytes)
         self.num_buffers = self._buffers.num_buffers
         self._runner = ChunkRunner(group, weights.device, limit_s=self.config.transfer_limit_s)
@@ -128,9 +132,6 @@ class WeightMover:
         self._error: str | None = None
         self._expected: ExpectedChecksums | None = None
         self._commit_checks: deque[ChecksumTest] = deque()
-        numbers = [self.num_buffers, weights.num_layers, *(layer.expert_bytes for layer in weights.layers)]
-        numbers += [0 if resident is None else resident.digest(), int(loader is None)]
-        agree_on_numbers(vars(self.config), numbers, group, weights.device)
 
     # Job start, reload
 

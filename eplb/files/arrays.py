@@ -1,4 +1,4 @@
-"""Plain arrays ``[L, E]`` or ``[W, L, E]``: .npy, .npz, .csv, .safetensors and JSON lists.
+"""Plain arrays ``[L, E]`` or ``[W, L, E]``: .npy, .npz, .safetensors and JSON lists.
 
 Rows are layers, columns logical experts. An archive with several arrays is read as one window each, in the order
 of their names (numbers inside names compare as numbers). Pickled numpy files are refused, never executed.
@@ -15,16 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb._io import check_input, check_memory, read_input_text
-from evenroute.eplb.files.format import Beginning, Format, one
+from evenroute.eplb._io import check_input, check_memory
+from evenroute.eplb.files.format import Beginning, Format, Reading
+from evenroute.eplb.files.layout import plain_source
 from evenroute.eplb.files.safetensors import SafetensorsFile
 from evenroute.eplb.loads.decoding import (
     check_counts,
     damaged,
-    phase_of_name,
     reading,
-    single_window_source,
-    stacked_source,
 )
 from evenroute.eplb.loads.source import LoadSource, LoadWindow
 
@@ -52,17 +50,25 @@ def _load_npy(path: Path) -> NDArray[Any]:
     return array
 
 
-def read_npy(path: Path) -> LoadSource:
+def read_npy(path: Path, given: Reading) -> list[LoadSource]:
     """One array."""
     with reading(path):
-        return stacked_source(path, "numpy array", _load_npy(path), phase=phase_of_name(path))
+        return [plain_source(path, "numpy array", _load_npy(path), given.layout)]
 
 
-def _series(path: Path, kind: str, names: list[str], read: Any) -> LoadSource:
+def _series(path: Path, kind: str, names: list[str], read: Any, layout: str | None) -> LoadSource:
     """A source with one window per named array; all must have the first one's shape."""
     preferred = [name for name in _PREFERRED if name in names]
     if preferred or len(names) == 1:
-        return stacked_source(path, kind, read(preferred[0] if preferred else names[0]))
+        chosen = preferred[0] if preferred else names[0]
+        array = read(chosen)
+        beside = sorted(name for name in set(names) - {chosen} if "rank" in name or "layer" in name)
+        if beside and array.ndim == 3 and layout is None:
+            raise ValueError(
+                f"{chosen} {list(array.shape)} lies beside {', '.join(beside[:4])}: are its axes windows, layers, "
+                "experts? Say --layout"
+            )
+        return plain_source(path, kind, array, layout)
     if not names:
         raise ValueError(f"{path}: holds no array")
     ordered = sorted(names, key=natural_key)
@@ -79,7 +85,7 @@ def _series(path: Path, kind: str, names: list[str], read: Any) -> LoadSource:
     return LoadSource(path, kind, first.shape[0], first.shape[1], open_windows, num_windows=len(ordered))
 
 
-def read_npz(path: Path) -> LoadSource:
+def read_npz(path: Path, given: Reading) -> list[LoadSource]:
     """One array per window, or one named logical_count / loads / counts."""
     check_input(path)
     with reading(path):
@@ -105,30 +111,14 @@ def read_npz(path: Path) -> LoadSource:
                     raise ValueError("holds pickled Python objects, which are never executed") from None
                 raise damaged(path, " ".join(str(error).split())[:200]) from None
 
-        return _series(path, "numpy archive", names, read)
+        return [_series(path, "numpy archive", names, read, given.layout)]
 
 
-def read_safetensors(path: Path) -> LoadSource:
+def read_safetensors(path: Path, given: Reading) -> list[LoadSource]:
     """One tensor per window, or one named logical_count / loads / counts."""
     with reading(path):
         file = SafetensorsFile(path)
-        return _series(path, "safetensors", file.keys(), file.read)
-
-
-def read_csv(path: Path) -> LoadSource:
-    """Rows = layers, columns = experts; an optional header line; separators comma, semicolon, tab or space."""
-    with reading(path):
-        text = read_input_text(path, encoding="utf-8-sig")
-        lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-        rows: list[list[float]] = []
-        for number, line in enumerate(lines):
-            cells = [cell for cell in re.split(r"[,;\t ]+", line.strip()) if cell]
-            try:
-                rows.append([float(cell) for cell in cells])
-            except ValueError:
-                if number or len(lines) == 1:
-                    raise ValueError(f"row {number} is not numbers: {line[:60]!r}") from None
-        return single_window_source(path, "csv", rectangular(rows), phase=phase_of_name(path))
+        return [_series(path, "safetensors", file.keys(), file.read, given.layout)]
 
 
 def rectangular(rows: Any) -> NDArray[Any]:
@@ -157,18 +147,17 @@ def _is_npz(file: Beginning) -> bool:
         raise damaged(file.path, error) from None
 
 
-NPZ = Format("npz", matches=_is_npz, read=one(read_npz))
+NPZ = Format("npz", matches=_is_npz, read=read_npz)
 NPY = Format(
     "npy",
     matches=lambda file: file.head.startswith(b"\x93NUMPY") or file.suffix == ".npy",
-    read=one(read_npy),
+    read=read_npy,
 )
-SAFETENSORS = Format("safetensors", matches=lambda f: f.suffix == ".safetensors", read=one(read_safetensors))
-CSV = Format("csv", matches=lambda file: file.suffix in (".csv", ".tsv"), read=one(read_csv))
+SAFETENSORS = Format("safetensors", matches=lambda f: f.suffix == ".safetensors", read=read_safetensors)
 
 
-def _from_list(path: Path, data: Any) -> LoadSource:
-    return stacked_source(path, "JSON array", rectangular(data), phase=phase_of_name(path))
+def _from_list(path: Path, data: Any, given: Reading) -> LoadSource:
+    return plain_source(path, "JSON array", rectangular(data), given.layout)
 
 
 JSON_ARRAY = Format(

@@ -20,8 +20,10 @@ from evenroute.eplb.loads.source import LoadSource, PlacementMap
 def source_from_object(path: Path, data: dict[str, Any]) -> LoadSource:
     """The placement of a decoded expert map."""
     with reading(path):
-        layers = data["layer_list"]
-        count = data["moe_layer_count"]
+        missing = [key for key in ("layer_list", "moe_layer_count") if key not in data]
+        if missing:
+            raise ValueError(f"no {missing[0]}, expected an expert map with moe_layer_count and layer_list")
+        layers, count = data["layer_list"], data["moe_layer_count"]
         if not isinstance(layers, list) or not isinstance(count, int) or len(layers) != count:
             raise ValueError(f"moe_layer_count={count!r}, but layer_list has {len(layers)} layers")
         rows = []
@@ -30,10 +32,9 @@ def source_from_object(path: Path, data: dict[str, Any]) -> LoadSource:
             if layer.get("layer_id", index) != index:
                 raise ValueError(f"layer_list[{index}] has layer_id {layer['layer_id']}, expected {index}")
             devices = layer["device_list"]
-            if layer["device_count"] != len(devices):
-                raise ValueError(
-                    f"layer {index}: device_count={layer['device_count']}, but {len(devices)} devices listed"
-                )
+            stated = layer.get("device_count", len(devices))
+            if stated != len(devices):
+                raise ValueError(f"layer {index}: device_count={stated}, but {len(devices)} devices listed")
             ids = [device.get("device_id", place) for place, device in enumerate(devices)]
             if ids != list(range(len(devices))):
                 raise ValueError(f"layer {index}: device_id {ids[:8]}, expected 0, 1, 2, ...")
@@ -89,6 +90,6 @@ FORMAT = Format(
     matches_object=lambda _, data: (
         isinstance(data, dict) and ("layer_list" in data or "moe_layer_count" in data)
     ),
-    from_object=source_from_object,
+    from_object=lambda path, data, _: source_from_object(path, data),
     placement_bytes=placement_bytes,
 )

@@ -26,7 +26,7 @@ def _read_set(path: Path, _: Reading) -> list[LoadSource]:
     return [_placement_source(path, *entry, key) for key, entry in load_placement_set(path).items()]
 
 
-def _read_placement(path: Path, _: Any) -> LoadSource:
+def _read_placement(path: Path, _: Any, __: Reading) -> LoadSource:
     return _placement_source(path, *load_placement(path))
 
 

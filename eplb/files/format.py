@@ -30,11 +30,13 @@ class Reading:
     Attributes:
         read_pt: reads a `.pt` file without executing pickles; None refuses such files.
         num_logical_experts: E, for files that do not say how many logical experts they count.
+        layout: the axes of a plain array of three, one of `layout.LAYOUTS`; None = as the file says or shows.
         errors: one line for each file of a folder that is left out.
     """
 
     read_pt: PtReader | None = None
     num_logical_experts: int | None = None
+    layout: str | None = None
     errors: list[str] = field(default_factory=list)
 
 
@@ -67,7 +69,7 @@ class Format:
     matches_folder: Callable[[Sequence[str]], bool] = lambda _: False
     read_folder: Callable[[Path, Reading], LoadSource] | None = None
     matches_object: Callable[[Beginning, Any], bool] = lambda _, __: False
-    from_object: Callable[[Path, Any], LoadSource] | None = None
+    from_object: Callable[[Path, Any, Reading], LoadSource] | None = None
     counts_dense: bool = False
     placement_bytes: Callable[[EngineRows], bytes] | None = None
     write_loads: Callable[[Path, LoadSource, int | None], int] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evenroute.eplb.files import arrays, ascend, evenroute, loglines, megatron, sglang, trtllm
+from evenroute.eplb.files import arrays, ascend, csv, evenroute, loglines, megatron, sglang, trtllm
 from evenroute.eplb.files.format import Format
 
 FORMATS: tuple[Format, ...] = (
@@ -12,7 +12,7 @@ FORMATS: tuple[Format, ...] = (
     arrays.NPZ,
     arrays.NPY,
     arrays.SAFETENSORS,
-    arrays.CSV,
+    csv.FORMAT,
     trtllm.LOAD_BALANCER,
     megatron.FORMAT,
     # of decoded objects (JSON, .pt)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evenroute.eplb._io import open_input
-from evenroute.eplb.files.format import Format, one
+from evenroute.eplb.files.format import Format
 from evenroute.eplb.loads.source import LoadSource
 
 _LINE = re.compile(
@@ -23,36 +23,41 @@ _STAMP = re.compile(r"\b(\d{2}-\d{2} \d{2}:\d{2}:\d{2})\b")
 MARK = b"EPLB step:"
 
 
-def read_log(path: Path) -> LoadSource:
-    """A time line of balancedness; the file holds no loads. ValueError if no line of that form is in it."""
+def read_log(path: Path) -> list[LoadSource]:
+    """A time line of balancedness for each model; no loads. ValueError if no line of that form is in it."""
     entries: list[dict[str, Any]] = []
     damaged_lines = 0
     with open_input(path) as file:
         for raw in file:
             if MARK not in raw:
                 continue
-            line = raw.decode("utf-8", errors="replace")
-            entry = _entry(line)
+            entry = _entry(raw.decode("utf-8", errors="replace"))
             if entry is None:
                 damaged_lines += 1
             else:
                 entries.append(entry)
     if not entries:
         raise ValueError(f"{path}: no line 'EPLB step: ... avg_tokens=..., max_tokens=..., balancedness=...'")
+    models = sorted({entry["model"] for entry in entries if entry["model"]}) or [""]
+    if len(models) > 1 and not all(entry["model"] for entry in entries):
+        models.append("")  # lines that name no model while others name several
     notes = [f"{damaged_lines} damaged EPLB lines were left out"] if damaged_lines else []
-    models = sorted({entry["model"] for entry in entries if entry["model"]})
-    return LoadSource(
-        path=path,
-        kind="engine log",
-        num_layers=0,
-        num_logical_experts=0,
-        open_windows=lambda: iter(()),
-        num_windows=0,
-        model=", ".join(models),
-        notes=notes,
-        time_line=entries,
-        has_loads=False,
-    )
+    return [
+        LoadSource(
+            path=path,
+            kind="engine log",
+            key=model if len(models) > 1 else "",
+            num_layers=0,
+            num_logical_experts=0,
+            open_windows=lambda: iter(()),
+            num_windows=0,
+            model=model,
+            notes=list(notes),
+            time_line=[entry for entry in entries if len(models) == 1 or entry["model"] == model],
+            has_loads=False,
+        )
+        for model in models
+    ]
 
 
 def _entry(line: str) -> dict[str, Any] | None:
@@ -80,5 +85,5 @@ def _entry(line: str) -> dict[str, Any] | None:
 FORMAT = Format(
     "log",
     matches=lambda file: file.suffix in (".log", ".txt", ".out", ".err") or MARK in file.head,
-    read=one(read_log),
+    read=lambda path, _: read_log(path),
 )

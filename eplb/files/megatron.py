@@ -9,6 +9,7 @@ The number of experts is not stated: the highest id + 1, unless given.
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from evenroute.eplb._io import open_input
 from evenroute.eplb.files.format import Format
 from evenroute.eplb.files.ranks import join_rank_sources
-from evenroute.eplb.loads.decoding import beginning, damaged, is_text, phase_of_name
+from evenroute.eplb.loads.decoding import beginning, damaged, is_text, phase_of_name, reading
 from evenroute.eplb.loads.source import MOST_LAYERS, LoadSource, LoadWindow
 
 
@@ -31,6 +32,21 @@ class _Record(msgspec.Struct):
     top_indices: list[list[int]]
     rank: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
     block: str = "decoder"
+    num_tokens: Annotated[int, Meta(ge=0)] | None = None
+
+    def rows(self) -> list[list[int]]:
+        """The tokens' experts: rows after `num_tokens` are padding, and so is -1 in a row.
+
+        Raises:
+            ValueError: a row names an expert twice, so it is no token's.
+        """
+        rows = [[expert for expert in row if expert != -1] for row in self.top_indices[: self.num_tokens]]
+        for row in rows:
+            if len(set(row)) != len(row):
+                raise ValueError(
+                    f"step {self.step} layer {self.layer}: a token names an expert twice: {row[:8]}"
+                )
+        return [row for row in rows if row]
 
 
 _DECODER = msgspec.json.Decoder(_Record)
@@ -39,6 +55,8 @@ _DECODER = msgspec.json.Decoder(_Record)
 def _records(path: Path) -> Iterator[_Record]:
     with open_input(path) as file:
         for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = line.removeprefix(BOM_UTF8)
             if not line.strip():
                 continue
             try:
@@ -67,10 +85,12 @@ class _Shape:
                 raise ValueError(f"{path}: step {record.step} follows step {last}, expected rising steps")
             last = record.step
             self.layers.add(record.layer)
+            with reading(path):
+                rows = record.rows()
             self.rank = record.rank if self.rank is None else self.rank
             if record.rank != self.rank:
                 raise ValueError(f"{path}: ranks {self.rank} and {record.rank} in one file")
-            for row in record.top_indices:
+            for row in rows:
                 self.top_k = max(self.top_k, len(row))
                 self.highest = max(self.highest, max(row, default=-1))
                 if row and min(row) < 0:
@@ -94,11 +114,12 @@ def _rank_source(shape: _Shape, layers: tuple[int, ...], num_experts: int) -> Lo
                 yield window(step, counts, tokens, seen)
                 counts, tokens, seen = np.zeros_like(counts), 0, 0
             step = record.step
-            ids = [expert for row in record.top_indices for expert in row]
+            rows = record.rows()
+            ids = [expert for row in rows for expert in row]
             counts[row_of_layer[record.layer]] += np.bincount(
                 np.asarray(ids, dtype=np.int64), minlength=num_experts
             )
-            tokens = max(tokens, len(record.top_indices))
+            tokens = max(tokens, len(rows))
             seen += 1
         if step is not None:
             yield window(step, counts, tokens, seen)

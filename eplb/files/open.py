@@ -20,6 +20,7 @@ from evenroute.eplb.files.arrays import natural_key, rectangular
 from evenroute.eplb.files.format import Beginning, PtReader, Reading
 from evenroute.eplb.files.formats import FORMATS
 from evenroute.eplb.files.ranks import assemble
+from evenroute.eplb.files.whole import join_layers
 from evenroute.eplb.loads.decoding import beginning, damaged, decode_json, is_text, reading
 from evenroute.eplb.loads.source import LoadSource
 
@@ -72,11 +73,13 @@ def open_sources(
     *,
     read_pt: PtReader | None = None,
     num_logical_experts: int | None = None,
+    layout: str | None = None,
     unfinished: bool = False,
 ) -> Opened:
     """Everything under ``paths``; several files of single ranks become one source for the job.
 
     Args:
+        layout: as `open_loads`.
         unfinished: also read dumps that were never finished (in a folder, or beside a recording's files), up to their
             last whole record. By default they are only told.
     """
@@ -84,7 +87,7 @@ def open_sources(
         raise ValueError(f"paths must be a list of paths, found {describe(paths)}")
     named = [as_path("path", path) for path in paths]
     opened = Opened()
-    given = Reading(read_pt, num_logical_experts, opened.errors)
+    given = Reading(read_pt, num_logical_experts, layout, opened.errors)
     left: dict[Path, Unfinished] = {}
     for path in named:
         try:
@@ -111,6 +114,7 @@ def open_loads(
     paths: Sequence[str | Path],
     *,
     num_experts: int | None = None,
+    layout: str | None = None,
     read_pt: PtReader | None = None,
     on_unfinished: Callable[[str], None] | None = None,
 ) -> list[LoadSource]:
@@ -118,13 +122,15 @@ def open_loads(
 
     Args:
         num_experts: E, for files that do not say how many logical experts they count.
+        layout: the axes of plain arrays of three ("ranks,layers,experts", "layers,windows,experts" or
+            "windows,layers,experts"); None = as the file says or shows, and refused where that is doubtful.
         read_pt: reads a `.pt` file without executing pickles; None refuses such files.
         on_unfinished: called with one line for each dump that was never finished and is left out.
 
     Raises:
         ValueError: one line for the first path that cannot be read, holds no loads, or has another shape.
     """
-    opened = open_sources(paths, read_pt=read_pt, num_logical_experts=num_experts)
+    opened = open_sources(paths, read_pt=read_pt, num_logical_experts=num_experts, layout=layout)
     if opened.unfinished and not opened.sources and not opened.errors:
         raise ValueError(opened.unfinished[0])
     for line in opened.unfinished:
@@ -136,13 +142,7 @@ def open_loads(
     for source in opened.sources:
         if not source.has_loads:
             raise ValueError(f"{source.path}: {source.kind} holds no loads")
-    first = opened.sources[0]
-    for source in opened.sources:
-        if source.shape != first.shape:
-            raise ValueError(
-                f"{source.path}: {list(source.shape)} (layers, experts), {first.path} has {list(first.shape)}"
-            )
-    return opened.sources
+    return join_layers(opened.sources)
 
 
 def _add_unfinished(found: Unfinished, opened: Opened, *, read: bool) -> None:
@@ -205,7 +205,7 @@ def _open_file(path: Path, given: Reading) -> list[LoadSource]:
             if form.from_object is not None and _holds_object(file_seen):
                 data = _decoded(file_seen, given) if data is _NOT_DECODED else data
                 if form.matches_object(file_seen, data):
-                    return [form.from_object(path, data)]
+                    return [form.from_object(path, data, given)]
     if file_seen.suffix in (".pkl", ".pickle") or head[:1] == b"\x80":
         raise ValueError(f"{path}: a pickle, which is never executed; expected {KNOWN}")
     what = f"plain text that begins {beginning(head)}" if is_text(head) else "not a file of a known form"

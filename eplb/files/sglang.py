@@ -39,15 +39,15 @@ STAT_KEYS = {"rank", "logical_count", "average_utilization_rate_over_window"}
 DETAIL_KEYS = {"records", "last_physical_to_logical_map"}
 
 
-def source_from_object(path: Path, data: Any) -> LoadSource:
+def source_from_object(path: Path, data: Any, num_logical_experts: int | None = None) -> LoadSource:
     """What an SGLang `.pt` or JSON object holds; ValueError names the keys if it is none of theirs."""
     with reading(path):
         if isinstance(data, dict) and "logical_count" in data:
             return _from_logical_count(path, data)
         if isinstance(data, dict) and "physical_to_logical_map" in data:
-            return _from_map(path, data)
+            return _from_map(path, data, num_logical_experts)
         if isinstance(data, dict) and "records" in data:
-            return _from_records(path, data)
+            return _from_records(path, data, num_logical_experts)
     found = sorted(map(str, data))[:8] if isinstance(data, dict) else type(data).__name__
     raise ValueError(
         f"{path}: found {found}, expected the key logical_count, physical_to_logical_map or records"
@@ -56,6 +56,9 @@ def source_from_object(path: Path, data: Any) -> LoadSource:
 
 def _from_logical_count(path: Path, data: dict[str, Any]) -> LoadSource:
     stack = np.asarray(data["logical_count"])
+    layout = data.get("logical_count_layout")
+    if layout is not None:
+        stack = _ordered(stack, layout)
     if stack.ndim not in (2, 3) or 0 in stack.shape or stack.dtype.kind not in "iuf":
         raise ValueError(
             f"logical_count must be numbers [L, E] or [steps, L, E], "
@@ -93,9 +96,23 @@ def _from_logical_count(path: Path, data: dict[str, Any]) -> LoadSource:
     )
 
 
-def _from_map(path: Path, data: dict[str, Any]) -> LoadSource:
+def _ordered(stack: NDArray[Any], layout: Any) -> NDArray[Any]:
+    """``[L, E]`` or ``[steps, L, E]`` of counts in a stated layout."""
+    if layout == "rank_layer_expert" and stack.ndim == 3:
+        return np.asarray(stack.sum(axis=0))
+    if (layout, stack.ndim) in (("layer_expert", 2), ("step_layer_expert", 3)):
+        return stack
+    raise ValueError(
+        f"logical_count_layout {layout!r} of shape {list(stack.shape)}, expected layer_expert, step_layer_expert or "
+        "rank_layer_expert"
+    )
+
+
+def _from_map(path: Path, data: dict[str, Any], num_logical_experts: int | None) -> LoadSource:
     extra = sorted(set(map(str, data)) - {"physical_to_logical_map"})
-    rows, num_experts = check_map(data["physical_to_logical_map"])
+    rows, num_experts = check_map(data["physical_to_logical_map"], num_logical_experts)
+    if "logical_to_physical_map" in data:
+        _check_inverse(rows, data["logical_to_physical_map"])
     notes = [f"SGLang refuses this file: it allows no key beside physical_to_logical_map, found {extra}"]
     return LoadSource(
         path=path,
@@ -109,6 +126,19 @@ def _from_map(path: Path, data: dict[str, Any]) -> LoadSource:
         notes=notes if extra else [],
         has_loads=False,
     )
+
+
+def _check_inverse(rows: NDArray[np.int32], inverse: Any) -> None:
+    """ValueError where ``logical_to_physical_map [L, E, X]`` (-1 padded) names other slots than the map."""
+    for layer, (row, experts) in enumerate(zip(rows.tolist(), inverse, strict=False)):
+        for expert, slots in enumerate(experts):
+            stated = sorted(int(slot) for slot in np.atleast_1d(slots) if int(slot) >= 0)
+            held = [slot for slot, holds in enumerate(row) if holds == expert]
+            if stated != held:
+                raise ValueError(
+                    f"logical_to_physical_map: layer {layer} expert {expert} has slots {stated[:8]}, "
+                    f"physical_to_logical_map says {held[:8]}"
+                )
 
 
 def _physical_counts(record: dict[str, Any], num_layers: int, num_slots: int) -> NDArray[np.int64]:
@@ -137,9 +167,9 @@ def to_logical(physical: NDArray[np.int64], rows: NDArray[np.int32], num_experts
     return sums.reshape(len(rows), num_experts).astype(np.int64)
 
 
-def _from_records(path: Path, data: dict[str, Any]) -> LoadSource:
+def _from_records(path: Path, data: dict[str, Any], num_logical_experts: int | None) -> LoadSource:
     records = data["records"]
-    rows, num_experts = check_map(data["last_physical_to_logical_map"])
+    rows, num_experts = check_map(data["last_physical_to_logical_map"], num_logical_experts)
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise ValueError("records must be a list of objects")
     if not records:
@@ -235,7 +265,7 @@ FORMAT = Format(
     matches_object=lambda _, data: (
         True
     ),  # the last one asked: it names the keys that would have made it known
-    from_object=source_from_object,
+    from_object=lambda path, data, given: source_from_object(path, data, given.num_logical_experts),
     counts_dense=True,
     placement_bytes=_placement_bytes,
     write_loads=_write_loads,

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb._io import read_input, read_input_text, write_beside_and_rename
-from evenroute.eplb.files.format import Format, one
+from evenroute.eplb.files.format import Format, Reading, one
 from evenroute.eplb.files.safetensors import SafetensorsFile, write_safetensors
 from evenroute.eplb.loads.decoding import check_counts, check_map, damaged, phase_of_name, reading
 from evenroute.eplb.loads.source import LoadSource, LoadWindow, PlacementMap
@@ -243,7 +243,7 @@ def _take_rows(window: LoadWindow, rows: list[int]) -> LoadWindow:
     return LoadWindow(window.counts[rows], window.time, window.first_step, window.last_step, window.tokens)
 
 
-def _refuse_meta(path: Path, _: Any) -> LoadSource:
+def _refuse_meta(path: Path, _: Any, __: Reading) -> LoadSource:
     raise ValueError(f"{path}: TensorRT-LLM's {META}: give the folder that holds it")
 
 

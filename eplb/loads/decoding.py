@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import zipfile
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,7 @@ def decode_json(path: Path, data: bytes) -> Any:
     Raises:
         ValueError: it is plain text, holds NaN or an infinity (named by its place), or is truncated or damaged.
     """
+    data = data.removeprefix(BOM_UTF8)
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -22,7 +22,11 @@ MAX_KINDS = 8  # one search costs time in proportion; 12 gained .001 on a random
 ALIKE = 0.5  # squared difference beyond what sampling explains (1): below, two windows are one kind ...
 CERTAIN = 4.0  # ... or below so many standard deviations of that figure itself, where experts are few
 FADING = 0.9  # of visits and successions, a window
-PERSISTENCE = 0.3  # part of the forecast that says: as it is now
+PERSISTENCES = (
+    0.3,
+    0.9,
+)  # parts of the forecast that say: as it is now; the second where traffic drifts, ...
+DRIFTS = 0.5  # ... that is, where it has foreseen with so small a part of the first one's squared error
 PRIOR = 1.0  # observed successions that weigh as much as the forecast without them
 
 
@@ -42,6 +46,7 @@ class WindowMemory:
         self.max_kinds = max_kinds
         self.kinds: dict[int, Kind] = {}
         self.current: int | None = None
+        self._errors = np.zeros(len(PERSISTENCES))  # fading, of the forecasts with each persistence
         self._next_id = 0
 
     def remember(self, counts: Counts) -> None:
@@ -50,6 +55,8 @@ class WindowMemory:
             kind.visits *= FADING
             kind.followers = {name: value * FADING for name, value in kind.followers.items()}
         before = self.current
+        if before is not None:
+            self._judge_forecasts(counts)
         name = self._alike(counts)
         if name is None:
             name = self._next_id
@@ -74,8 +81,11 @@ class WindowMemory:
         return best
 
     def _merge_closest(self) -> None:
-        """The two kinds that are most alike become one, under the name of the newer."""
-        names = list(self.kinds)
+        """The two kinds that are most alike become one, under the name of the newer; the current one stays apart.
+
+        Where traffic drifts the newest windows are the most alike: merged, they would lag behind.
+        """
+        names = [name for name in self.kinds if name != self.current]
         shares = [frequencies(self.kinds[name].counts).astype(np.float32) for name in names]
         pairs = [(a, b) for b in range(len(names)) for a in range(b)]
         apart = [float(((shares[a] - shares[b]) ** 2).sum()) for a, b in pairs]
@@ -89,20 +99,31 @@ class WindowMemory:
         for kind in self.kinds.values():
             if old in kind.followers:
                 kind.followers[new] = kind.followers.get(new, 0.0) + kind.followers.pop(old)
-        if self.current == old:
-            self.current = new
 
     def forecast(self) -> tuple[Counts, NDArray[np.float64]]:
         """Loads ``[K, L, E]`` of all kinds and their weights ``[K]`` in the next window, summing to 1."""
+        drifts = self._errors[1] < DRIFTS * self._errors[0]
+        weights = self._weights(PERSISTENCES[int(drifts)])
+        return np.stack([kind.counts for kind in self.kinds.values()]), weights
+
+    def _weights(self, persistence: float) -> NDArray[np.float64]:
         assert self.current is not None
         names = list(self.kinds)
         visits = np.array([self.kinds[name].visits for name in names])
         now = np.array([float(name == self.current) for name in names])
-        prior = PERSISTENCE * now + (1 - PERSISTENCE) * visits / visits.sum()
+        prior = persistence * now + (1 - persistence) * visits / visits.sum()
         followers = self.kinds[self.current].followers
         seen = np.array([followers.get(name, 0.0) for name in names])
         weights = (seen + PRIOR * prior) / (seen.sum() + PRIOR)
-        return np.stack([self.kinds[name].counts for name in names]), weights / weights.sum()
+        return np.asarray(weights / weights.sum())
+
+    def _judge_forecasts(self, counts: Counts) -> None:
+        """How far each persistence's mean load was from the window that came."""
+        kinds = np.stack([frequencies(kind.counts) for kind in self.kinds.values()])
+        came = frequencies(counts)
+        for k, persistence in enumerate(PERSISTENCES):
+            foreseen = np.einsum("k,kle->le", self._weights(persistence), kinds)
+            self._errors[k] = FADING * self._errors[k] + float(((foreseen - came) ** 2).sum())
 
 
 def _difference(known: Counts, counts: Counts) -> float:

@@ -64,7 +64,7 @@ def moe_align_block_size(
     numel = ids.numel()
     if out is None:
         out = AlignBuffers.allocate(numel, block_size, num_experts, device=ids.device)
-    flat = ids.reshape(-1)
+    flat = ids.reshape(-1).contiguous()  # a reshaped view can have a stride, which the kernels do not take
     if backend == "auto":
         backend = "triton" if ids.is_cuda else "reference"
     if backend == "reference" or numel == 0:

@@ -14,6 +14,8 @@ chunks, then every chunk sorts its elements by bucket and writes them out.
 import triton
 import triton.language as tl
 
+from evenroute.routing.align.shared import bits_set, mark, masks, shared_words, shared_zeros
+
 
 @triton.jit
 def _buckets(ids, num_experts, inside):
@@ -58,94 +60,6 @@ def _fill(pointer, value, length, first, step, SIZE: tl.constexpr):
         tl.store(pointer + place, tl.zeros([SIZE], tl.int32) + value, mask=place < length)
 
 
-@triton.jit
-def _bits_of_half(word):
-    word = word.to(tl.uint32)
-    word = word - ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    return ((word * 0x01010101) >> 24).to(tl.int32)
-
-
-@triton.jit
-def _bits_set(word, BITS: tl.constexpr):
-    number = _bits_of_half(word)
-    if BITS == 64:
-        number += _bits_of_half(word >> 32)
-    return number
-
-
-@triton.jit
-def _zero_shared(address):
-    tl.inline_asm_elementwise(
-        "st.shared.u32 [$1], 0; mov.u32 $0, 0;", "=r,r", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _shared_zeros(program, bins, masks, BINS: tl.constexpr, DECLARE: tl.constexpr):
-    """Address of shared memory (DECLARE says how much): BINS words of counts, then the words of the masks, all 0."""
-    base = tl.inline_asm_elementwise(DECLARE, "=r,r", [program], dtype=tl.int32, is_pure=False, pack=1)
-    _zero_shared(base + bins * 4)
-    _zero_shared(base + (BINS + masks) * 4)
-    tl.debug_barrier()
-    return base
-
-
-@triton.jit
-def _shared_words(address, BITS: tl.constexpr):
-    if BITS == 64:
-        return tl.inline_asm_elementwise(
-            "ld.shared.u64 $0, [$1];", "=l,r", [address], dtype=tl.int64, is_pure=False, pack=1
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            "ld.shared.u32 $0, [$1];", "=r,r", [address], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def _mark(base, bucket, own, mine, index, N: tl.constexpr, BINS: tl.constexpr, COUNTED: tl.constexpr):
-    """Counts every element in its bin (unless COUNTED), and sets the bit of an own one in its bucket's mask.
-
-    Sums and bits do not depend on the order of the atomics. A thread adds for every element it holds, so elements must
-    not be fewer than threads.
-    """
-    if not COUNTED:
-        tl.inline_asm_elementwise(
-            "red.shared.add.u32 [$1], 1; mov.u32 $0, 0;",
-            "=r,r",
-            [base + bucket * 4],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    # 32 bits at a time: little-endian halves of the words.
-    half = base + BINS * 4 + own * (N // 8) + index // 32 * 4
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p red.shared.or.b32 [$1], $2; mov.u32 $0, 0; }",
-        "=r,r,r,r",
-        [half, (1 << (index % 32)).to(tl.int32), mine.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    tl.debug_barrier()
-
-
-@triton.jit
-def _masks(own, mine, index, N: tl.constexpr, BITS: tl.constexpr, OWN: tl.constexpr):
-    """The masks of `_mark` without shared memory, for the interpreter: [OWN, N / BITS]."""
-    WORD: tl.constexpr = tl.int64 if BITS == 64 else tl.int32
-    bucket = tl.arange(0, OWN)[:, None]
-    masks = tl.zeros([OWN, N // BITS], WORD)
-    value = tl.full([N], 1, WORD) << (index % BITS).to(WORD)
-    for j in tl.static_range(OWN):
-        words = tl.sum(tl.reshape(tl.where(mine & (own == j), value, 0), [N // BITS, BITS]), axis=1)
-        masks = tl.where(bucket == j, words[None, :], masks)
-    return masks
-
-
 @triton.jit(do_not_specialize=["numel", "capacity", "num_blocks"], do_not_specialize_on_alignment=["ids_ptr"])
 def align_once_kernel(
     sorted_ids,
@@ -187,21 +101,21 @@ def align_once_kernel(
     inside = index < numel
     bins = tl.arange(0, BINS)
     if SHARED:
-        base = _shared_zeros(program, bins, tl.arange(0, OWN * (N // 32)), BINS, DECLARE)
+        base = shared_zeros(program, bins, tl.arange(0, OWN * (N // 32)), BINS, DECLARE)
     bucket = _buckets(tl.load(ids_ptr + index, mask=inside, other=-1), num_experts, inside)
     own = bucket - first
     mine = inside & (own >= 0) & (own < OWN) & (bucket > 0)
     j = tl.arange(0, OWN)
     word = tl.arange(0, N // BITS)
     if SHARED:
-        _mark(base, bucket, own, mine, index, N, BINS, COUNTED)
-        mask = _shared_words(base + BINS * 4 + j[:, None] * (N // 8) + word[None, :] * (BITS // 8), BITS)
+        mark(base, bucket, own, mine, index, N, BINS, COUNTED)
+        mask = shared_words(base + BINS * 4 + j[:, None] * (N // 8) + word[None, :] * (BITS // 8), BITS)
     else:
-        mask = _masks(own, mine, index, N, BITS, OWN)
+        mask = masks(own, mine, index, N, BITS, OWN)
     if COUNTED:
         counts = tl.load(histogram_ptr + bins - 1, mask=(bins > 0) & (bins <= num_experts), other=0)
     elif SHARED:
-        counts = _shared_words(base + bins * 4, 32)
+        counts = shared_words(base + bins * 4, 32)
     else:
         counts = tl.histogram(bucket, BINS)
     # Blocks of valid buckets, of those before the own ones, and valid elements: one sum, 20 bits each.
@@ -216,7 +130,7 @@ def align_once_kernel(
     total = blocks_total * BLOCK_SIZE
     blocks_before = ((sums >> 20) & 0xFFFFF).to(tl.int32) + tl.where(first > 0, sentinel, 0)
 
-    bits = _bits_set(mask, BITS)
+    bits = bits_set(mask, BITS)
     count = tl.where(first + j == 0, invalid, tl.sum(bits, axis=1))
     own_blocks = (count + BLOCK_SIZE - 1) // BLOCK_SIZE
     end = (blocks_before + tl.cumsum(own_blocks, axis=0)) * BLOCK_SIZE
@@ -225,7 +139,7 @@ def align_once_kernel(
     left = tl.max(tl.max(bits, axis=1), axis=0)
     while left > 0:
         lowest = mask & -mask
-        source = word[None, :] * BITS + _bits_set(lowest - 1, BITS)
+        source = word[None, :] * BITS + bits_set(lowest - 1, BITS)
         tl.store(sorted_ids + place, source, mask=mask != 0)
         if HAS_INVERSE:
             tl.store(inverse_ptr + source, place, mask=mask != 0)

@@ -59,6 +59,12 @@ def segment_maxima(images, kept, CHUNKS: tl.constexpr, SEGMENTS: tl.constexpr):
     for segment in tl.static_range(SEGMENTS):
         part = part_maximum(images, segment * CHUNKS // SEGMENTS, (segment + 1) * CHUNKS // SEGMENTS)
         maxima = maxima + (tl.where(kept, part, EXCLUDED),)
+    return sorted_maxima(maxima, SEGMENTS)
+
+
+@triton.jit
+def sorted_maxima(maxima, SEGMENTS: tl.constexpr):
+    """A tuple of 2, 4 or 8 tensors, the largest first."""
     maxima = sort_step(maxima, 2, 1)
     if SEGMENTS >= 4:
         maxima = sort_step(sort_step(maxima, 4, 2), 4, 1)
@@ -145,17 +151,18 @@ def count_bits(x):
 
 
 @triton.jit
-def nth_candidate(bits, amount, upto, number, taken):
-    """(lane that holds it, its bit there) of the candidates `number` [32, ROWS], counted over lanes and bits.
-
-    bits: the lanes' masks; amount: their set bits; upto: running sum of those over the lanes.
-    """
+def lane_of(upto, number):
+    """Lane that holds candidate `number`; upto: running sum of the lanes' candidates."""
     source = number * 0
     for step in tl.static_range(5):
         reach = tl.gather(upto, source + ((16 >> step) - 1), axis=0)
         source = tl.where(reach <= number, source + (16 >> step), source)
-    word = tl.gather(bits, source, axis=0)
-    skip = tl.where(taken, number - tl.gather(upto - amount, source, axis=0), 0)
+    return source
+
+
+@triton.jit
+def nth_bit(word, skip):
+    """Place of the lowest set bit of int32 or int64 after `skip` lower ones."""
     for _ in tl.static_range(2):  # as a rule enough
         word = tl.where(skip > 0, word & (word - 1), word)
         skip -= 1
@@ -167,30 +174,31 @@ def nth_candidate(bits, amount, upto, number, taken):
         lowest = lowest.to(tl.uint64, bitcast=True).to(tl.float32)
     else:
         lowest = lowest.to(tl.uint32, bitcast=True).to(tl.float32)
-    return source, (lowest.to(tl.int32, bitcast=True) >> 23) - 127
+    return (lowest.to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def nth_candidate(bits, amount, upto, number, taken):
+    """(lane that holds it, its bit there) of the candidates `number` [32, ROWS], counted over lanes and bits.
+
+    bits: the lanes' masks; amount: their set bits; upto: running sum of those over the lanes.
+    """
+    source = lane_of(upto, number)
+    word = tl.gather(bits, source, axis=0)
+    skip = tl.where(taken, number - tl.gather(upto - amount, source, axis=0), 0)
+    return source, nth_bit(word, skip)
 
 
 @triton.jit
 def candidate_bits(images, bound, LAYOUT: tl.constexpr):
-    """(bits, amount): which of a lane's keys reach the bound, a bit a place, and how many do."""
+    """[32, ROWS] int32: which of a lane's keys reach the bound, a bit a place (at most 8 chunks)."""
     ROWS: tl.constexpr = LAYOUT.rows
     inner = tl.arange(0, 4)[None, None, :]
-    low = tl.zeros([32, ROWS], tl.int32)
-    high = tl.zeros([32, ROWS], tl.int32)
+    bits = tl.zeros([32, ROWS], tl.int32)
     for chunk in tl.static_range(tl.constexpr(LAYOUT.chunks)):
         reached = images[chunk] >= bound[:, :, None]
-        part = tl.sum(tl.where(reached, 1 << (inner + 4 * (chunk % 8)), 0), axis=2)
-        if chunk < 8:
-            low += part
-        else:
-            high += part
-    if LAYOUT.chunks > 8:
-        bits = (high.to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)
-        amount = count_bits(low) + count_bits(high)
-    else:
-        bits = low
-        amount = count_bits(low)
-    return bits, amount
+        bits += tl.sum(tl.where(reached, 1 << (inner + 4 * chunk), 0), axis=2)
+    return bits
 
 
 @triton.jit
@@ -209,6 +217,20 @@ def candidate_at(row, source, place, taken, LAYOUT: tl.constexpr, SCORE: tl.cons
 
 
 @triton.jit
+def best_candidates(keys, pays, lane, PLAN: tl.constexpr):
+    """Lane k holds the k-th best of one or two candidates a lane."""
+    if PLAN.slots == 2:
+        keys, pays = exchange(keys, pays, 0, 1)
+    if PLAN.sort_best:
+        best_key, best_pay = sort_lanes(keys[0], pays[0], lane)
+    elif PLAN.top_k <= 16:
+        best_key, best_pay = take_best(keys, pays, lane, PLAN.top_k, True)
+    else:
+        best_key, best_pay = take_best_looped(keys, pays, lane, PLAN.top_k)
+    return best_key, best_pay
+
+
+@triton.jit
 def choose_by_bound(row, PLAN: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.constexpr):
     """The same as `choose_by_lists` for wide rows: a bound that K keys reach, then the few above it, SLOTS a lane.
 
@@ -216,7 +238,7 @@ def choose_by_bound(row, PLAN: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.con
     K = 16 as a rule) are dealt out by a prefix sum over the lanes' bit masks; more than 32 * SLOTS of them: failed.
     """
     lane = row.lane
-    loaded = early_loads(row, PLAN.early and LAYOUT.chunks <= 8, LAYOUT, SCORE)
+    loaded = early_loads(row, PLAN.early, LAYOUT, SCORE)
     images = ()
     first = tl.full([32, LAYOUT.rows, 4], EXCLUDED, tl.int32)
     second = tl.full([32, LAYOUT.rows, 4], EXCLUDED, tl.int32)
@@ -236,7 +258,8 @@ def choose_by_bound(row, PLAN: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.con
     else:
         bound = reached_bound(maxima, PLAN.top_k)
     bound = tl.where(kept, tl.maximum(bound, NAN_KEY), EXHAUSTED)
-    bits, amount = candidate_bits(images, bound, LAYOUT)
+    bits = candidate_bits(images, bound, LAYOUT)
+    amount = count_bits(bits)
     upto = tl.cumsum(amount, axis=0)
     total = tl.max(upto, axis=0, keep_dims=True)
     keys = ()
@@ -247,12 +270,5 @@ def choose_by_bound(row, PLAN: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.con
         key, pay = candidate_at(row, source, place, taken, LAYOUT, SCORE)
         keys = keys + (key,)
         pays = pays + (pay,)
-    if PLAN.slots == 2:
-        keys, pays = exchange(keys, pays, 0, 1)
-    if PLAN.sort_best:
-        best_key, best_pay = sort_lanes(keys[0], pays[0], lane)
-    elif PLAN.top_k <= 16:
-        best_key, best_pay = take_best(keys, pays, lane, PLAN.top_k, True)
-    else:
-        best_key, best_pay = take_best_looped(keys, pays, lane, PLAN.top_k)
+    best_key, best_pay = best_candidates(keys, pays, lane, PLAN)
     return best_key, best_pay, kept, tl.max(total) > 32 * PLAN.slots

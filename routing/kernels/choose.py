@@ -28,6 +28,7 @@ from evenroute.routing.kernels.rows import (
     payload_of,
     split4,
 )
+from evenroute.routing.kernels.wide import choose_in_order, choose_wide
 
 FARTHEST = tl.constexpr(1 << 20)
 
@@ -111,17 +112,22 @@ def choose_by_lists(row, PLAN: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.con
 
 @triton.jit
 def choose_best(row, PLAN: tl.constexpr, SCORE: tl.constexpr):
-    """(image, payload, expert) [32, ROWS]: lane k holds the k-th best of its row. DEPTH 0: by bound; else by lists."""
+    """(image, payload, expert) [32, ROWS]: lane k holds the k-th best of its row."""
     LAYOUT: tl.constexpr = PLAN.layout
     if PLAN.coded:
         best_key, best_pay, expert = choose_by_codes(row, PLAN, LAYOUT, SCORE)
     else:
-        if PLAN.depth == 0:
+        if LAYOUT.chunks > 8:
+            best_key, best_pay = choose_wide(row, PLAN, LAYOUT, SCORE)
+        elif PLAN.depth == 0:
             best_key, best_pay, kept, failed = choose_by_bound(row, PLAN, LAYOUT, SCORE)
         else:
             best_key, best_pay, kept, failed = choose_by_lists(row, PLAN, LAYOUT, SCORE)
-        if PLAN.depth < LAYOUT.per_lane and PLAN.depth < PLAN.top_k:
+        if LAYOUT.chunks <= 8 and PLAN.depth < LAYOUT.per_lane and PLAN.depth < PLAN.top_k:
             if failed:
-                best_key, best_pay = choose_again(row, kept, PLAN, LAYOUT, SCORE)
+                if LAYOUT.chunks == 8:  # unrolled, most of the compiler's time
+                    best_key, best_pay = choose_in_order(row, kept, PLAN, LAYOUT, SCORE)
+                else:
+                    best_key, best_pay = choose_again(row, kept, PLAN, LAYOUT, SCORE)
         expert = LAST_EXPERT - (best_pay >> ID_SHIFT)
     return best_key, best_pay, expert

@@ -99,7 +99,7 @@ def replicas_of(tables_ptr, expert, pay, valid, CONSTANTS: tl.constexpr):
 
 
 @triton.jit
-def draw_tickets(tables_ptr, tickets_ptr, expert, replicas, valid, CONSTANTS: tl.constexpr):
+def draw_tickets(tables_ptr, tickets_ptr, expert, replicas, valid, counted, CONSTANTS: tl.constexpr):
     """(word, (depth, share, begin)): each pair's ticket word before this draw, and what `share_by_ticket` will read.
 
     The trip to L2 and back is the longest wait of a short batch: the weights are computed meanwhile.
@@ -109,6 +109,8 @@ def draw_tickets(tables_ptr, tickets_ptr, expert, replicas, valid, CONSTANTS: tl
     place = copy * CONSTANTS.plan.layout.experts + expert
     address = tickets_ptr + place.to(tl.int64) * COUNTING.ticket_stride
     step = tl.full(expert.shape, 4294967297 if COUNTING.counts else 1, tl.int64)
+    if COUNTING.by_row or COUNTING.by_flag:
+        step = tl.where(counted, step, 1)
     word = tl.atomic_add(address, step, mask=valid, sem="relaxed")
     loaded = (0, 0, 0)
     if CONSTANTS.mode.weighted:

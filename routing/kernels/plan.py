@@ -62,10 +62,12 @@ def bound_layout(top_k: int, per_lane: int, lanes: int) -> tuple[int, int]:
 
 
 def chosen_by_bound(top_k: int, per_lane: int, num_tokens: int) -> bool:
-    """Wide rows and many columns: lists would be deep (and slow to compile)."""
+    """Wide rows and many columns: lists would be deep, and slow to compile; of 32 places a lane and more, always."""
+    if per_lane > 28:
+        return True
     if per_lane <= 8 or top_k <= 4:
-        return False
-    if per_lane > 32 or top_k > 16 or (per_lane > 16 and top_k > 8):
+        return per_lane > 16
+    if top_k > 16 or (per_lane > 16 and top_k > 8):
         return True
     return num_tokens > (256 if per_lane > 16 else 4096)
 
@@ -90,7 +92,9 @@ def plan_launch(config: RouterConfig, num_tokens: int) -> LaunchPlan:
         group, group_lanes, used = 0, 1, LANES
         per_lane = 4 * -(-config.num_experts // (4 * LANES))
     depth, segments, slots = list_depth(config.top_k, per_lane, used, size), 2, 1
-    by_bound = chosen_by_bound(config.top_k, per_lane, num_tokens)
+    if config.grouped:
+        depth = max(depth, 2)  # a group's score may need the two largest of a lane
+    by_bound = chosen_by_bound(config.top_k, per_lane, num_tokens) or (per_lane > 8 and depth > 6)
     if by_bound:
         depth = 0
         segments, slots = bound_layout(config.top_k, per_lane, used)

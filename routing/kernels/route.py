@@ -12,7 +12,7 @@ from evenroute.routing.kernels.deal import draw_tickets, pick_slots, replicas_of
 from evenroute.routing.kernels.outputs import order_by_payload, publish_histogram, store_columns
 from evenroute.routing.kernels.rows import ID_SHIFT, LAST_EXPERT, bias_at, softmax_parts
 from evenroute.routing.kernels.scores import FLOAT_MAX, clean_logit, inverse_key, reciprocal, score_of
-from evenroute.routing.kernels.types import Given, OutputPointers, Row
+from evenroute.routing.kernels.types import Given, OutputPointers, Rows
 
 HUGE_WEIGHT = tl.constexpr(2.0**120)
 HUGE_SHRINK = tl.constexpr(2.0**-8)
@@ -62,7 +62,8 @@ def given_payloads(row, given, routed, CONSTANTS: tl.constexpr):
     K: tl.constexpr = CONSTANTS.plan.top_k
     take = routed & row.exists
     if CONSTANTS.source == "given":
-        expert = tl.load(given.ids + row.number * K + row.lane, mask=take, other=-1).to(tl.int64)
+        place = row.number * CONSTANTS.given_width + row.lane
+        expert = tl.load(given.ids + place, mask=take, other=-1).to(tl.int64)
     else:
         token = tl.load(given.token_ids + row.number, mask=row.exists, other=-1).to(tl.int64)
         known = take & (token >= 0) & (token < given.vocab)
@@ -75,7 +76,7 @@ def given_payloads(row, given, routed, CONSTANTS: tl.constexpr):
 @triton.jit
 def given_weights(row, given, pay, valid, CONSTANTS: tl.constexpr):
     """Weights that the caller gave, NaN and negative ones as 0."""
-    place = row.number * CONSTANTS.plan.top_k + (63 - (pay & 63))
+    place = row.number * CONSTANTS.given_width + (63 - (pay & 63))
     weight = tl.load(given.weights + place, mask=valid, other=0.0).to(tl.float32)
     return tl.where((weight != weight) | (weight < 0.0), 0.0, tl.minimum(weight, FLOAT_MAX))
 
@@ -154,22 +155,29 @@ def store_routed(out, row, slot, weight, expert, routed, valid, ep_rank, CONSTAN
 
 
 @triton.jit
-def store_shared(out, row, ep_rank, CONSTANTS: tl.constexpr):
-    """Write the S shared columns behind the routed ones."""
+def store_shared(out, row, given, ep_rank, CONSTANTS: tl.constexpr):
+    """Write the S shared columns behind the routed ones, as fixed or as the caller gives them."""
     COLUMNS: tl.constexpr = CONSTANTS.columns
     EMIT: tl.constexpr = COLUMNS.emit
     S: tl.constexpr = COLUMNS.shared
     SHAPE: tl.constexpr = (COLUMNS.shared_pad, CONSTANTS.plan.layout.rows)
     shared = tl.broadcast_to(tl.arange(0, COLUMNS.shared_pad)[:, None], SHAPE)
+    index = row.number * (CONSTANTS.plan.top_k + S) + CONSTANTS.plan.top_k + shared
+    weight = tl.full(SHAPE, COLUMNS.shared_weight, tl.float32)
+    mask, valid = (shared < S) & row.exists, (shared < S) & row.live
+    whole: tl.constexpr = CONSTANTS.source == "given" and CONSTANTS.given_width > CONSTANTS.plan.top_k
+    if whole:
+        chosen = tl.load(given.ids + index, mask=valid, other=-1).to(tl.int64) - CONSTANTS.plan.layout.experts
+        valid &= (chosen >= 0) & (chosen < S)
+        shared = tl.where(valid, chosen, 0).to(tl.int32)
+        weight = tl.load(given.weights + index, mask=valid, other=0.0).to(tl.float32)
+        weight = tl.where((weight != weight) | (weight < 0.0), 0.0, tl.minimum(weight, FLOAT_MAX))
     if COLUMNS.shared_per_rank:
         slot = ep_rank * (COLUMNS.local_slots + S) + COLUMNS.local_slots + shared
     else:
         slot = COLUMNS.num_slots + shared
-    index = row.number * (CONSTANTS.plan.top_k + S) + CONSTANTS.plan.top_k + shared
-    weight = tl.full(SHAPE, COLUMNS.shared_weight, tl.float32)
-    mask, valid = (shared < S) & row.exists, (shared < S) & row.live
     logical, local = CONSTANTS.plan.layout.experts + shared, COLUMNS.local_slots + shared
-    store_columns(out, index, mask, valid, weight, slot, logical, local, EMIT, False)
+    store_columns(out, index, mask, valid, weight, slot, logical, local, EMIT, whole)
 
 
 @triton.jit(
@@ -194,6 +202,7 @@ def route(
     token_table_ptr,
     token_ids_ptr,
     num_valid_ptr,
+    count_ptr,
     seed_ptr,
     tables_ptr,
     num_tokens,
@@ -228,6 +237,11 @@ def route(
     place = number.to(tl.int64)
     exists = number < num_tokens
     live = number < valid_rows
+    counted = live
+    if CONSTANTS.counting.by_row:
+        live = exists
+    if CONSTANTS.counting.by_flag:
+        counted &= tl.load(count_ptr) != 0
     logits = logits_ptr + place * row_stride
     bias = bias_ptr + place * bias_stride
     marked = exists
@@ -239,7 +253,7 @@ def route(
         largest, denominator = softmax_parts(logits, exists, LAYOUT, SCORE)
     payloads = tables_ptr + CONSTANTS.payload_column
     ready = started & live
-    row = Row(
+    row = Rows(
         place, logits, bias, marked_ptr, payloads, marked, exists, live, ready, lane, largest, denominator
     )
 
@@ -261,7 +275,7 @@ def route(
     if MODE.pick != "slot":
         replicas = replicas_of(tables_ptr, expert, pay, valid, CONSTANTS)
     if MODE.pick == "ticket":
-        word, loaded = draw_tickets(tables_ptr, tickets_ptr, expert, replicas, valid, CONSTANTS)
+        word, loaded = draw_tickets(tables_ptr, tickets_ptr, expert, replicas, valid, counted, CONSTANTS)
     if CONSTANTS.source == "given":
         weight = given_weights(row, given, pay, valid, CONSTANTS)
     else:
@@ -283,10 +297,10 @@ def route(
         )
     if CONSTANTS.counting.counts and MODE.pick != "ticket":  # tickets count by themselves
         counter = counts_ptr + (pid % CONSTANTS.counting.copies) * LAYOUT.experts + expert
-        tl.atomic_add(counter, 1, mask=valid, sem="relaxed")
+        tl.atomic_add(counter, 1, mask=valid & counted, sem="relaxed")
 
     store_routed(out, row, slot, weight, expert, routed, valid, ep_rank, CONSTANTS)
     if COLUMNS.shared > 0:
-        store_shared(out, row, ep_rank, CONSTANTS)
+        store_shared(out, row, given, ep_rank, CONSTANTS)
     if COLUMNS.emit.slot_histogram:
         publish_histogram(histogram_ptr, scratch_ptr, COLUMNS.buckets, 128)

@@ -1,6 +1,6 @@
 """What the kernels are compiled for, and what a program knows of its rows: tuples with names.
 
-`RouteConstants` is the one constant of `route`; its parts are handed on to the steps that need them. `Row` is made
+`RouteConstants` is the one constant of `route`; its parts are handed on to the steps that need them. `Rows` is made
 inside the kernel and holds tensors.
 """
 
@@ -110,9 +110,15 @@ class TableColumns(NamedTuple):
 
 
 class Counting(NamedTuple):
-    """Counters and tickets: whether this launch counts, the copies of both and the words between two tickets."""
+    """Counters and tickets: whether this launch counts, the copies of both and the words between two tickets.
+
+    by_flag   a word on the device says whether it counts
+    by_row    rows of padding are routed, and not counted
+    """
 
     counts: bool
+    by_flag: bool
+    by_row: bool
     copies: int
     ticket_copies: int
     ticket_stride: int
@@ -152,6 +158,7 @@ class RouteConstants(NamedTuple):
     source   where experts come from: "logits", "given" or "table" (ids by token)
     mode     row of the table of dispatch modes (`settings.modes.Mode`)
     padding  there is a number of valid rows
+    given_width   columns of the given ids and weights: K, or K + S with the shared ones
     pdl      programmatic dependent launch
     """
 
@@ -164,6 +171,7 @@ class RouteConstants(NamedTuple):
     counting: Counting
     columns: Columns
     padding: bool
+    given_width: int
     pdl: bool
 
     @property
@@ -184,13 +192,13 @@ class RouteConstants(NamedTuple):
         return self.table.static_payload if self.mode.pick == "slot" else self.table.replica_payload
 
 
-class Row(NamedTuple):
+class Rows(NamedTuple):
     """The rows of a program: tensors [1, rows], but for `lane` and `ready` [32, rows] and two pointers.
 
     number              place in the batch, int64
     logits, bias        pointers to the rows; `marked_bias` and `payloads` to what all share
     marked              rows that take the marked bias
-    exists, live        rows of the batch; of those, the valid ones
+    exists, live        rows of the batch; of those, the ones that are routed
     ready               live, and everything has arrived that the launch waits for first
     largest, denominator   of softmax over the whole row, where it is needed
     """

@@ -1,1 +1,4 @@
-"""What a router is built for: its configuration and checks of what callers hand in."""
+"""What a router is built for, below all else of routing.
+
+config: RouterConfig. modes: the table of dispatch modes. checks: tensors that callers hand in.
+"""

@@ -40,6 +40,10 @@ class RouterConfig:
                             "waterfill": the column goes to the rank with the largest deficit
     column_order            "key" (descending) or "expert_id" (ascending)
 
+    Scores are fp32 without subnormal numbers: one below 2**-126 is 0 and weighs nothing. So experts whose logits are
+    below -87.3 (sigmoid), below -174.7 (sqrtsoftplus) or 87.3 below the largest (softmax) have equal keys, but for
+    the bias, under sigmoid, sqrtsoftplus and bias_domain="score", and the lowest ids of them are chosen.
+
     Raises:
         ValueError: a field is out of range, or the group numbers do not fit together.
     """

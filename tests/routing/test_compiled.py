@@ -150,11 +150,11 @@ def test_route_operator_passes_opcheck():
     router = make_router("hash")
     compiled = CompiledRouter(router)
     logits, bias = draw()
-    none = [None] * 6
-    arguments = (logits, None, None, bias, *none, compiled.tables, compiled.seed, compiled.counts, None)
+    none, mine = [None] * 7, (compiled.tables, compiled.seed, compiled.counts, None)
+    arguments = (logits, None, None, bias, *none, False, *mine)
     torch.library.opcheck(
         torch.ops.evenroute.route.default,
-        (*arguments, compiled.handle, 0, 0, True),
+        (*arguments, compiled.handle, 0, 0, True, False),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 

@@ -248,7 +248,7 @@ def test_wrong_inputs_are_refused(change, message):
         "gate_weight": torch.zeros(40, 100, dtype=torch.bfloat16),
     }
     with pytest.raises(ValueError, match=message):
-        gate(**{**inputs, **change}, layer=0)
+        gate(**{name: value.to(DEVICE) for name, value in {**inputs, **change}.items()}, layer=0)
 
 
 def test_wrong_routers_are_refused():

@@ -45,7 +45,7 @@ def arguments(group: Any, **changed: Any) -> dict[str, Any]:
     """What `RankAgent.start` takes, some of it changed."""
     mine = placement(num_slots=E)
     return {
-        "config": AgentConfig(agree_every=1, window_steps=2, vote_limit_s=5.0),
+        "config": AgentConfig(top_k=1, agree_every=1, window_steps=2, vote_limit_s=5.0),
         "placement": mine,
         "tables": DispatchTables(mine, ep_rank=0, device="cpu"),
         "counters": ExpertCounters(L, E, device="cpu"),

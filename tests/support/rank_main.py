@@ -92,7 +92,11 @@ def main():
     tables = WatchedTables(placement, ep_rank=rank, device="cpu")
     counters = ExpertCounters(options.num_layers, options.num_experts, device="cpu")
     agent = RankAgent.start(
-        AgentConfig(**options.agent), placement=placement, tables=tables, counters=counters, ep_group=group
+        AgentConfig(**{"top_k": 1, **options.agent}),
+        placement=placement,
+        tables=tables,
+        counters=counters,
+        ep_group=group,
     )
     total = np.memmap(
         folder / f"total-{rank}.bin", np.int64, "w+", shape=(options.num_layers, options.num_experts)
@@ -100,7 +104,12 @@ def main():
     run_steps(options, rank, agent, tables, counters, total, folder)
     began = time.monotonic()
     done = agent.close()
-    ended = {"run": agent.run, "all_stored": done, "step": agent._step, "close_s": time.monotonic() - began}
+    ended = {
+        "run": agent.run,
+        "all_stored": done,
+        "step": agent._closing.step,
+        "close_s": time.monotonic() - began,
+    }
     ended["prepared"] = tables.notes
     (folder / f"end-{rank}.json").write_text(json.dumps(ended))
     torch_dist.barrier(group)

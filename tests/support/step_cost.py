@@ -41,7 +41,11 @@ def main():
     counters = ExpertCounters(L, E, device="cpu")
     counters.enable_tickets()  # as every router of the exact deal, which is the default
     agent = RankAgent.start(
-        AgentConfig(**options["agent"]), placement=placement, tables=tables, counters=counters, ep_group=group
+        AgentConfig(**{"top_k": 1, **options["agent"]}),
+        placement=placement,
+        tables=tables,
+        counters=counters,
+        ep_group=group,
     )
     bare, out = torch.zeros(L, E, dtype=torch.int64), torch.zeros(L, E, dtype=torch.int64)
     counts = torch.from_numpy(np.random.default_rng(rank).integers(0, 50, (L, E)))

@@ -24,7 +24,8 @@ from evenroute.tools.bench.planner_rows import Row, at_least, at_most, note
 
 Loads = NDArray[np.float64]
 
-NUM_WINDOWS, TOKENS, TOP_K, SEED = 20, 100_000, 8, 3
+NUM_WINDOWS, TOKENS, TOP_K = 20, 100_000, 8
+SEEDS = (3, 4, 5)  # figures are means over these draws of a trace
 RANKS, SLOTS = 32, 288
 FIRST_ORDER = (4, 0, 9, 3, 11, 1, 8, 2, 10, 5, 7, 6)
 PEER_WINDOWS = 4  # what vLLM's window and FlashLB's stages are given
@@ -75,9 +76,9 @@ def mixed_order(files: list[Loads]) -> list[Loads]:
     return [files[k // 2 + (1 - k % 2) * half] for k in range(2 * half)]
 
 
-def trace(files: list[Loads], kind: str) -> tuple[Loads, Loads]:
+def trace(files: list[Loads], kind: str, seed: int) -> tuple[Loads, Loads]:
     """True frequencies and counts drawn from them, ``[NUM_WINDOWS, 8, E]``: every sixth layer."""
-    random = np.random.default_rng(SEED)
+    random = np.random.default_rng(seed)
     loads = np.stack([each[::6][:8] for each in mixed_order(files)])
     shares = loads / loads.sum(axis=2, keepdims=True)
     truth = np.einsum("tm,mle->tle", mixtures(kind, len(shares), random), shares)
@@ -145,24 +146,36 @@ def follow_peer(truth: Loads, counts: Loads, peer: Peer) -> tuple[float, float]:
     return mean(scores), mean(parts)
 
 
+def _replanned(truth: Loads, counts: Loads) -> tuple[float, float]:
+    return follow(truth, lambda window, now: full_placement(counts[window], now))
+
+
+def _means(found: list[tuple[float, float]]) -> tuple[float, float]:
+    """Mean balancedness, and moved slots in %."""
+    return mean(balance for balance, _ in found), 100 * mean(part for _, part in found)
+
+
+def _notes(name: str, found: list[tuple[float, float]]) -> Iterator[Row]:
+    balance, part = _means(found)
+    yield note(f"next window, {name}", balance)
+    yield note(f"next window, {name}: % moved", part)
+
+
 def next_windows(files: list[Loads], peers: Mapping[str, Callable[[], Peer]], real: bool) -> Iterator[Row]:
     """Six traces: the policy with two budgets, a full plan every window, and peers."""
     for kind, wanted in TRACES.items():
-        truth, counts = trace(files, kind)
+        traces = [trace(files, kind, seed) for seed in SEEDS]
         for fraction, least in zip((0.02, 0.08), wanted, strict=True):
             if kind == "stationary" and fraction > 0.02:
                 continue
-            balance, part = follow(truth, by_policy(counts, fraction))
-            yield at_least(f"next window, {kind}, policy {fraction:.0%}", balance, least if real else None)
+            found = [follow(truth, by_policy(counts, fraction)) for truth, counts in traces]
             most = 0.3 if kind == "stationary" else fraction * 100
-            yield at_most(f"next window, {kind}, policy {fraction:.0%}: % moved", part * 100, most)
-        fresh = follow(truth, lambda window, now, counts=counts: full_placement(counts[window], now))  # type: ignore[misc]
-        yield note(f"next window, {kind}, full plan every window", fresh[0])
-        yield note(f"next window, {kind}, full plan every window: % moved", fresh[1] * 100)
+            balance, part = _means(found)
+            yield at_least(f"next window, {kind}, policy {fraction:.0%}", balance, least if real else None)
+            yield at_most(f"next window, {kind}, policy {fraction:.0%}: % moved", part, most)
+        yield from _notes(f"{kind}, full plan every window", [_replanned(*each) for each in traces])
         for name, make in peers.items():
-            balance, part = follow_peer(truth, counts, make())
-            yield note(f"next window, {kind}, {name}", balance)
-            yield note(f"next window, {kind}, {name}: % moved", part * 100)
+            yield from _notes(f"{kind}, {name}", [follow_peer(*each, make()) for each in traces])
     yield from abrupt(files, real)
     yield from learn_on_half(files, real)
 
@@ -171,7 +184,7 @@ def abrupt(files: list[Loads], real: bool) -> Iterator[Row]:
     """Every window another load: no full plan made for the last one may be better on the next."""
     loads = np.stack([each[::6][:8] for each in mixed_order(files)])
     truth = loads / loads.sum(axis=2, keepdims=True)
-    counts = np.random.default_rng(SEED).multinomial(TOKENS * TOP_K, truth).astype(np.float64)
+    counts = np.random.default_rng(SEEDS[0]).multinomial(TOKENS * TOP_K, truth).astype(np.float64)
     for ranks, slots in ((16, 288), (32, 320), (32, 352)):
         fresh, _ = follow(truth, lambda window, now: full_placement(counts[window], now), ranks, slots)
         for fraction, behind in ((0.02, 0.005), (0.08, 0.0)):

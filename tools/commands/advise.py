@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evenroute.tools.errors import one_line_errors
+from evenroute.tools.options import AsJson, ExpertBytes, Layout, NumExperts, WeightBytes
 
 if TYPE_CHECKING:
-    from evenroute.eplb.analysis.measures import Workload
+    from evenroute.eplb.analysis.measures import AdviceSettings, Workload
     from evenroute.eplb.loads.balance import RankLoadMap
     from evenroute.eplb.loads.source import LoadSource
     from evenroute.tools.inputs import ExpertSize
@@ -29,16 +30,12 @@ OnPlacement = Annotated[
 HardwareName = Annotated[str | None, typer.Option(help="h20, h100, h200, b200, gb200 or mi300x.")]
 Hidden = Annotated[int | None, typer.Option(min=1, help="Hidden size, for the size of an expert.")]
 Intermediate = Annotated[int | None, typer.Option(min=1, help="Experts' intermediate size.")]
-WeightBytes = Annotated[float, typer.Option(help="Bytes a weight (fp8 1, bf16 2).")]
-ExpertBytes = Annotated[int | None, typer.Option(min=1, help="Bytes of one expert in one layer.")]
 Model = Annotated[str | None, typer.Option(help="Model whose sizes to use: dsv3, qwen3, kimi-k2, kimi-k3.")]
 TopK = Annotated[int | None, typer.Option(min=1, help="Experts a token, where the loads do not state it.")]
 Share = Annotated[float | None, typer.Option(min=0, max=1, help="Part of a step that experts take today.")]
 BatchTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of one step over all ranks.")]
 ReplanMinutes = Annotated[float | None, typer.Option(help="Minutes between two plans.")]
 MinGain = Annotated[float, typer.Option(min=0, max=1, help="Least shortening of a step that is worth it.")]
-NumExperts = Annotated[int | None, typer.Option(min=1, help="Experts, for traces that do not state them.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
 
 
 @one_line_errors
@@ -60,6 +57,7 @@ def advise(
     replan_minutes: ReplanMinutes = None,
     min_gain: MinGain = 0.02,
     num_experts: NumExperts = None,
+    layout: Layout = None,
     as_json: AsJson = False,
 ) -> None:
     """A verdict a person can act on: recommend, not now, or not enough evidence, with the reasons as numbers."""
@@ -67,15 +65,19 @@ def advise(
 
     from evenroute.eplb.analysis.advice import advise as make_advice
     from evenroute.eplb.analysis.measures import HARDWARE, AdviceSettings
+    from evenroute.eplb.files.whole import require_whole
+    from evenroute.tools.in_use import recorded_redundancy
     from evenroute.tools.inputs import expert_size, known_model, open_loads
 
     if hardware is not None and hardware not in HARDWARE:
         raise ValueError(f"--hardware {hardware!r}, expected one of {', '.join(HARDWARE)}")
     if replan_minutes is not None and replan_minutes <= 0:
         raise ValueError(f"--replan-minutes {replan_minutes:g}, expected above 0")
-    sources = open_loads(loads, num_experts=num_experts)
+    sources = open_loads(loads, num_experts=num_experts, layout=layout)
     first = sources[0]
     ranks = ep_size or next((s.ep_size for s in sources if s.ep_size), None)
+    if ranks is not None:
+        require_whole(sources, ranks)
     shape, assumed = known_model(model, first)
     size = expert_size(
         given=expert_bytes,
@@ -89,7 +91,7 @@ def advise(
     settings = AdviceSettings(
         ep_size=ranks or _assumed_ranks(first),
         num_nodes=num_nodes,
-        num_redundant_experts=redundant,
+        num_redundant_experts=recorded_redundancy(first, ranks) if redundant is None and ranks else redundant,
         top_k=known_top_k or (shape.top_k if shape is not None else None),
         top_k_known=known_top_k is not None or model is not None,
         experts_share=0.4 if experts_share is None else experts_share,
@@ -101,7 +103,7 @@ def advise(
         min_gain=min_gain,
     )
     workloads, recorded = gather(sources, settings.ep_size)
-    before = None if placement is None else _map_of(placement, settings.ep_size, first)
+    before, now = _now(placement, sources, settings)
     with Console(stderr=True).status("planning (the first run on a machine compiles the planners)"):
         facts = make_advice(workloads, settings, before_map=before)
     facts |= {
@@ -110,7 +112,7 @@ def advise(
         "expert_bytes": size.num_bytes,
         "expert_bytes_origin": size.origin,
         "hardware": hardware,
-        "placement_now": "experts in order, no redundancy" if placement is None else str(placement),
+        "placement_now": now,
     }
     if as_json:
         typer.echo(json.dumps(facts))
@@ -134,6 +136,22 @@ def _map_of(path: Path, ep_size: int, source: LoadSource) -> RankLoadMap:
     from evenroute.tools.inputs import open_placement
 
     return choose_placement(source, ep_size=ep_size, override=open_placement(path)).load_map
+
+
+def _now(
+    path: Path | None, sources: Sequence[LoadSource], settings: AdviceSettings
+) -> tuple[RankLoadMap | None, str]:
+    """Rank loads under the placement to compare with, and which it is: given, else in use last, else in order."""
+    from evenroute.eplb.loads.balance import RankLoadMap
+    from evenroute.eplb.placement.topology import Topology
+    from evenroute.tools.in_use import placement_in_use
+
+    if path is not None:
+        return _map_of(path, settings.ep_size, sources[0]), str(path)
+    found = placement_in_use(sources, Topology(settings.ep_size, settings.num_nodes), None, newest=True)
+    if found is None:
+        return None, "experts in order, no redundancy"
+    return RankLoadMap.of(found[0]), found[1]
 
 
 def gather(sources: Sequence[LoadSource], ep_size: int) -> tuple[list[Workload], float | None]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenroute.tools.errors import check_output, one_line_errors
+from evenroute.tools.options import Layout, NumExperts
 
 if TYPE_CHECKING:
     from evenroute.eplb.loads.source import LoadSource, PlacementMap
@@ -33,7 +34,6 @@ Unfinished = Annotated[
         help="Also read dumps that a killed rank never finished, up to their last whole record.",
     ),
 ]
-NumExperts = Annotated[int | None, typer.Option(min=1, help="Experts, for traces that do not state them.")]
 
 
 @one_line_errors
@@ -51,6 +51,7 @@ def convert(
     key: Key = None,
     from_key: FromKey = None,
     num_experts: NumExperts = None,
+    layout: Layout = None,
     unfinished: Unfinished = False,
 ) -> None:
     """Write IN in the form that an engine reads; OUT is replaced as a whole or not at all."""
@@ -64,7 +65,7 @@ def convert(
         raise ValueError("--key belongs to evenroute placement sets: give --to evenroute")
     if not (to == "trtllm" and target.is_dir()):  # its statistics are a folder
         check_output("OUT", target)
-    found = _open(source, from_key, num_experts, unfinished=unfinished)
+    found = _open(source, from_key, num_experts, layout, unfinished=unfinished)
     known = _placement(found)
     if what is None and found.has_loads and known is not None:
         raise ValueError(f"{source}: holds loads and a placement: give --what loads or --what placement")
@@ -97,12 +98,16 @@ def register(app: typer.Typer) -> None:
     app.command()(convert)
 
 
-def _open(path: Path, key: str | None, num_experts: int | None, *, unfinished: bool) -> LoadSource:
+def _open(
+    path: Path, key: str | None, num_experts: int | None, layout: str | None, *, unfinished: bool
+) -> LoadSource:
     from evenroute.eplb.files.open import open_sources
     from evenroute.tools.inputs import tell_unfinished
     from evenroute.tools.pt_files import read_pt
 
-    opened = open_sources([path], read_pt=read_pt, num_logical_experts=num_experts, unfinished=unfinished)
+    opened = open_sources(
+        [path], read_pt=read_pt, num_logical_experts=num_experts, layout=layout, unfinished=unfinished
+    )
     if lines := opened.errors or ([] if opened.sources else opened.unfinished):
         raise ValueError(lines[0])
     for line in opened.unfinished:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evenroute.tools.errors import check_output, one_line_errors
+from evenroute.tools.options import AsJson, Layout, NumExperts
 from evenroute.tools.report.facts import Settings, difference, placement_override, source_facts
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ OnPlacement = Annotated[Path | None, typer.Option(help="Put the loads on this pl
 EpSize = Annotated[int | None, typer.Option(min=1, help="Ranks, where the file does not state them.")]
 NumNodes = Annotated[int | None, typer.Option(min=1, help="Nodes that hold the ranks.")]
 NumSlots = Annotated[int | None, typer.Option(min=1, help="Slots over all ranks.")]
-NumExperts = Annotated[int | None, typer.Option(min=1, help="Experts, for traces that do not state them.")]
 Unfinished = Annotated[
     bool,
     typer.Option(
@@ -33,7 +33,6 @@ Unfinished = Annotated[
     ),
 ]
 Top = Annotated[int, typer.Option(min=1, help="How many experts and ranks to list.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
 PlanSlots = Annotated[
     int | None,
     typer.Option(
@@ -55,6 +54,7 @@ def inspect(
     num_nodes: NumNodes = None,
     num_slots: NumSlots = None,
     num_experts: NumExperts = None,
+    layout: Layout = None,
     top: Top = 10,
     as_json: AsJson = False,
     plan_slots: PlanSlots = None,
@@ -77,6 +77,7 @@ def inspect(
         num_nodes,
         num_slots,
         num_experts,
+        layout,
         top,
         as_json,
         plan_slots,
@@ -114,6 +115,7 @@ def run(paths: list[Path], settings: Settings) -> int:
         paths,
         read_pt=read_pt,
         num_logical_experts=settings.num_experts,
+        layout=settings.layout,
         unfinished=settings.unfinished,
     )
     if not opened.sources and (lines := opened.errors or opened.unfinished):

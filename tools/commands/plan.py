@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evenroute.tools.errors import check_output, one_line_errors
+from evenroute.tools.options import AsJson, Layout, NumExperts
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from evenroute.eplb.loads.source import LoadSource
     from evenroute.eplb.placement.placement import Placement
     from evenroute.eplb.planner.plan import Plan
 
@@ -23,8 +25,8 @@ MOST_WINDOWS = 64
 PNG_FRACTIONS = (0.0, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.10)
 
 
-def _read_windows(paths: Sequence[Path]) -> tuple[NDArray[np.float64], int]:
-    """Loads ``[W, L, E]`` of files of any known form, oldest first, and how many windows there were in all.
+def _read_windows(sources: Sequence[LoadSource]) -> tuple[NDArray[np.float64], int]:
+    """Loads ``[W, L, E]`` of the sources, oldest first, and how many windows there were in all.
 
     Of a longer history the newest `MOST_WINDOWS` are kept.
     """
@@ -32,15 +34,15 @@ def _read_windows(paths: Sequence[Path]) -> tuple[NDArray[np.float64], int]:
 
     import numpy as np
 
-    from evenroute.tools.inputs import all_windows, open_loads
+    from evenroute.tools.inputs import all_windows
 
     newest: deque[NDArray[Any]] = deque(maxlen=MOST_WINDOWS)
     found = 0
-    for window in all_windows(open_loads(paths)):
+    for window in all_windows(sources):
         newest.append(window)
         found += 1
     if not found:
-        raise ValueError(f"{paths[0]}: holds no window of loads")
+        raise ValueError(f"{sources[0].path}: holds no window of loads")
     return np.stack(newest).astype(np.float64), found
 
 
@@ -53,9 +55,11 @@ def plan(
     num_slots: Annotated[int, typer.Option(help="Physical experts over all ranks.")],
     num_nodes: Annotated[int, typer.Option(help="Nodes the ranks lie on.")] = 1,
     num_groups: Annotated[int, typer.Option(help="Expert groups of the model.")] = 1,
-    current: Annotated[Path | None, typer.Option(help="Placement file in use.")] = None,
+    current: Annotated[
+        Path | None, typer.Option(help="Placement file in use; by default the newest that a store states.")
+    ] = None,
     policy: Annotated[
-        str, typer.Option(help="global, hierarchical, incremental, weighted, shares, stay or auto.")
+        str, typer.Option(help="global, hierarchical, incremental, weighted, joint, shares, stay or auto.")
     ] = "global",
     target: Annotated[float | None, typer.Option(help="Balancedness that is enough.")] = None,
     max_moves: Annotated[int | None, typer.Option(help="Moved slots over all layers.")] = None,
@@ -67,27 +71,39 @@ def plan(
     model: Annotated[str | None, typer.Option(help="Name of the model, for the file.")] = None,
     phase: Annotated[str | None, typer.Option(help="prefill, decode, ..., for the file.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the placement here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    num_experts: NumExperts = None,
+    layout: Layout = None,
+    as_json: AsJson = False,
     png: Annotated[Path | None, typer.Option(help="Plot balancedness against moved slots.")] = None,
 ) -> None:
     """Plan a placement: predicted balancedness, moved slots, and why."""
+    from evenroute.eplb.files.whole import require_whole
     from evenroute.eplb.placement.file import load_placement, save_placement
     from evenroute.eplb.placement.topology import check_plan_numbers
     from evenroute.eplb.planner.plan import plan_placement
+    from evenroute.tools.in_use import placement_in_use
+    from evenroute.tools.inputs import open_loads
 
     check_output("-o", output)
     check_output("--png", png)
-    array, found = _read_windows(loads)
+    sources = require_whole(open_loads(loads, num_experts=num_experts, layout=layout), ep_size)
+    array, found = _read_windows(sources)
     if found > len(array):
         print(f"note: {found} windows found, the newest {len(array)} are planned from", file=sys.stderr)
     topology = check_plan_numbers(array.shape[2], num_slots, num_groups, num_nodes, ep_size)
     in_use = None if current is None else load_placement(current)
+    before: Placement | None
+    if in_use is not None:
+        before, baseline = in_use[0], str(current)
+    else:
+        recorded = placement_in_use(sources, topology, num_slots, newest=True)
+        before, baseline = recorded or (None, "experts in order, redundant slots round-robin")
     made = plan_placement(
         array,
         topology=topology,
         num_slots=num_slots,
         num_groups=num_groups,
-        current=None if in_use is None else in_use[0],
+        current=before,
         policy=policy,
         target=target,
         max_moves=max_moves,
@@ -96,7 +112,7 @@ def plan(
         windows=windows,
     )
     if png is not None:
-        start = in_use[0] if in_use else _initial(made.placement)
+        start = before or _initial(made.placement)
         _write_png(png, array, start, made)
     if output is not None:
         content = None if in_use is None else in_use[1]
@@ -107,7 +123,7 @@ def plan(
             model=old_model if model is None else model,
             phase=old_phase if phase is None else phase,
         )
-    facts = _facts(made, output, png)
+    facts = _facts(made, output, png) | {"baseline": baseline}
     if as_json:
         json.dump(facts, sys.stdout)
         print()
@@ -154,6 +170,7 @@ def _print_table(facts: dict[str, Any]) -> None:
     console.print(table)
     slots = facts["num_layers"] * facts["num_slots"]
     share = f" ({facts['moved_slots'] / slots:.2%})" if slots else ""
+    console.print(f"before: {facts['baseline']}")
     console.print(f"moved slots: {facts['moved_slots']} of {slots}{share}")
     console.print(facts["reason"])
     for notice in facts["notices"]:

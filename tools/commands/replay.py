@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evenroute.tools.errors import one_line_errors
+from evenroute.tools.options import AsJson, ExpertBytes, Layout, NumExperts, WeightBytes
 
 if TYPE_CHECKING:
     from evenroute.eplb.analysis.replay import Replay, ReplayResult
@@ -40,11 +41,7 @@ MaxMoves = Annotated[int | None, typer.Option(help="Most slots a plan may move."
 Target = Annotated[float | None, typer.Option(help="Balancedness at which a plan may stop.")]
 Start = Annotated[Path | None, typer.Option(help="Placement in use at the start (any known form).")]
 Share = Annotated[float, typer.Option(min=0, max=1, help="Part of a step that experts take without EPLB.")]
-ExpertBytes = Annotated[int | None, typer.Option(min=1, help="Bytes of one expert in one layer.")]
 Model = Annotated[str | None, typer.Option(help="Model whose expert size to use.")]
-WeightBytes = Annotated[float, typer.Option(help="Bytes a weight (fp8 1, bf16 2).")]
-NumExperts = Annotated[int | None, typer.Option(min=1, help="Experts, for traces that do not state them.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
 
 
 @one_line_errors
@@ -70,12 +67,14 @@ def replay(
     model: Model = None,
     weight_bytes: WeightBytes = 1.0,
     num_experts: NumExperts = None,
+    layout: Layout = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay a history: balancedness over time, moves, bytes and step time, for one or many settings."""
+    from evenroute.eplb.files.whole import require_whole
     from evenroute.tools.inputs import expert_size, known_model, number_list, open_loads
 
-    sources = open_loads(loads, num_experts=num_experts)
+    sources = open_loads(loads, num_experts=num_experts, layout=layout)
     first = sources[0]
     common = {
         "num_nodes": num_nodes,
@@ -91,10 +90,13 @@ def replay(
     if num_slots is not None and redundant is not None:
         raise ValueError("--num-slots and --redundant say the same: give one of them")
     sizes = number_list("--ep-size", ep_size) if ep_size else [first.ep_size or _assumed_ranks(first)]
+    if ep_size or first.ep_size:
+        for ranks in sizes:
+            require_whole(sources, ranks)
     spare = number_list("--redundant", redundant) if redundant else None
     if num_slots is not None:
         spare = [num_slots - first.num_logical_experts]
-    replays = build(
+    replays, begins = build(
         first,
         ep_sizes=sizes,
         redundant=spare,
@@ -113,7 +115,7 @@ def replay(
         model=shape,
         assumed=assumed,
     )
-    _show(sources, results, size, experts_share, as_json)
+    _show(sources, results, begins, size, experts_share, as_json)
 
 
 def register(app: typer.Typer) -> None:
@@ -136,26 +138,38 @@ def build(
     intervals: Sequence[int],
     common: dict[str, Any],
     start: Path | None = None,
-) -> list[Replay]:
-    """All combinations; `none` once, whatever the interval. By default one redundant expert a rank."""
+) -> tuple[list[Replay], list[str]]:
+    """All combinations; `none` once, whatever the interval.
+
+    By default with the redundancy that the source states, else one redundant expert a rank; each run begins with the
+    given placement, else with the first one in use that fits, else with experts in order.
+    """
     from evenroute.eplb.analysis.replay import Replay, ReplaySettings
-    from evenroute.eplb.placement.topology import automatic_redundant_experts
+    from evenroute.eplb.placement.topology import Topology, automatic_redundant_experts
+    from evenroute.tools.in_use import placement_in_use, recorded_redundancy
     from evenroute.tools.inputs import open_placement
 
     known = None if start is None else open_placement(start)
-    replays = []
+    replays, begins = [], []
     for ranks in ep_sizes:
         placement = None if known is None else known.to_placement(ranks, common["num_nodes"])
         fill = automatic_redundant_experts(source.num_logical_experts, ranks)
-        spares = redundant if redundant is not None else [fill + ranks]
+        stated = recorded_redundancy(source, ranks)
+        spares = redundant if redundant is not None else [fill + ranks if stated is None else stated]
         for spare, policy, interval in product(spares, policies, intervals):
             if policy == "none" and interval != intervals[0]:
                 continue
             settings = ReplaySettings(
                 ep_size=ranks, num_redundant_experts=spare, policy=policy, interval=interval, **common
             )
-            replays.append(Replay(source.num_layers, source.num_logical_experts, settings, placement))
-    return replays
+            begin, origin = placement, str(start)
+            if begin is None:
+                slots = source.num_logical_experts + spare
+                found = placement_in_use([source], Topology(ranks, common["num_nodes"]), slots, newest=False)
+                begin, origin = found or (None, "experts in order, redundant slots round-robin")
+            replays.append(Replay(source.num_layers, source.num_logical_experts, settings, begin))
+            begins.append(origin)
+    return replays, begins
 
 
 def run(sources: Sequence[LoadSource], replays: Sequence[Replay]) -> list[ReplayResult]:
@@ -183,11 +197,15 @@ def run(sources: Sequence[LoadSource], replays: Sequence[Replay]) -> list[Replay
 def _show(
     sources: Sequence[LoadSource],
     results: Sequence[ReplayResult],
+    begins: Sequence[str],
     size: ExpertSize,
     experts_share: float,
     as_json: bool,
 ) -> None:
-    facts = [result.as_dict(experts_share=experts_share, expert_bytes=size.num_bytes) for result in results]
+    facts = [
+        result.as_dict(experts_share=experts_share, expert_bytes=size.num_bytes) | {"begins_with": begin}
+        for result, begin in zip(results, begins, strict=True)
+    ]
     worth = _worthwhile(results)
     if as_json:
         content = {

@@ -23,6 +23,7 @@ class Settings:
     num_nodes: int | None = None
     num_slots: int | None = None
     num_experts: int | None = None
+    layout: str | None = None
     top: int = 10
     as_json: bool = False
     plan_slots: int | None = None

@@ -65,6 +65,8 @@ def show(
                 f"{found['balancedness_total']:.4f}, within 1 % of the best here, {found['best_total']:.4f}."
             )
         )
+    for begin in dict.fromkeys(run["begins_with"] for run in runs):
+        out.print(Text(f"Runs begin with {begin}."))
     out.print(
         Text(
             f"Step time is against experts in order without EPLB, with experts taking {100 * experts_share:.0f} % "

@@ -52,7 +52,7 @@ class SlowBuffer:
 def thread(tmp_path):
     """An agent's thread whose rebalancer takes the connection and never acknowledges."""
     placement = Placement.initial(2, 8, 8, Topology(1))
-    job = JobShape(2, 8, 8, 1)
+    job = JobShape(2, 8, 8, 1, top_k=8)  # a row of `SlowBuffer` in each layer
     started = StartedJob(run=5, epoch=0, key=(0, 0), job=job, placement=pack_placement(placement))
     core = RankCore(started, rank=0, config=RankConfig())
     address = f"ipc://{tmp_path}/s"
@@ -61,12 +61,12 @@ def thread(tmp_path):
         router.bind(address)
         link = DealerLink(parse_address(address, field="a"), keys=None, max_message_bytes=1 << 26)
         found = AgentThread(
-            core, threading.Lock(), link, silence_limit_s=60, recorder=lambda wake: NoRecorder()
+            core, threading.RLock(), link, silence_limit_s=60, recorder=lambda wake: NoRecorder()
         )
         found.start()
         yield found
         if found._thread.is_alive():
-            found.close(0.0)
+            found.close(0.0, goodbye=False)
 
 
 def waiting(thread):
@@ -81,7 +81,7 @@ def test_a_take_whose_copy_is_under_way_is_not_drained(thread):
     assert not thread.drained()
     assert waiting(thread)[0] == (4, (0, 3))
     copied.set()
-    assert not thread.close(0.5)  # never acknowledged
+    assert not thread.close(0.5, goodbye=False)  # never acknowledged
     (tokens, steps), unsent = waiting(thread)
     assert (tokens, steps) == (0, None)
     assert unsent.in_flight_tokens + unsent.open_tokens == 4
@@ -96,7 +96,7 @@ def test_parts_of_a_window_are_told_once(thread):
     while thread._takes and time.monotonic() < deadline:
         time.sleep(0.01)
     assert waiting(thread)[0] == (6, (0, 2))
-    thread.close(0.5)
+    thread.close(0.5, goodbye=False)
     (tokens, _), unsent = waiting(thread)
     assert tokens + unsent.in_flight_tokens + unsent.open_tokens == 6
 
@@ -121,7 +121,7 @@ def test_a_failed_copy_does_not_hold_up_the_next(thread, caplog):
 
 def test_a_wake_after_the_end_writes_into_nobodys_file(thread, tmp_path):
     descriptor = thread._wake
-    thread.close(0.0)
+    thread.close(0.0, goodbye=False)
     files = [(tmp_path / "first").open("wb", buffering=0)]
     while files[-1].fileno() < descriptor:
         files.append((tmp_path / str(len(files))).open("wb", buffering=0))
@@ -139,8 +139,8 @@ def taker(window_steps=1):
 
 def run_steps(taken, counters, first, last):
     for step in range(first, last):
-        taken.before_step(step, count=True, per_pass=False)
-        taken.step_begun(8)
+        taken.begin_step(step, count=True, per_pass=False)
+        taken.begin_pass(step, 8, count=True, per_pass=False)
         counters.counts += 1
 
 
@@ -169,7 +169,7 @@ def test_buffers_taken_last_in_first_out_are_never_refilled_before_their_release
     taken, counters, handed = taker()
     out, seen = [], 0
     for step in range(200):
-        taken.before_step(step, count=True, per_pass=False)
+        taken.begin_step(step, count=True, per_pass=False)
         out.extend(handed)
         handed.clear()
         while out and draw.random() < 0.6:
@@ -178,6 +178,6 @@ def test_buffers_taken_last_in_first_out_are_never_refilled_before_their_release
             assert take.tokens == 8 * (take.last_step - take.first_step + 1)
             seen += 1
             take.release(take.buffer)
-        taken.step_begun(8)
+        taken.begin_pass(step, 8, count=True, per_pass=False)
         counters.counts += step
     assert seen > 60

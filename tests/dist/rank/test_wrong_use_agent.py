@@ -15,9 +15,12 @@ import torch
 
 from evenroute.dist.groups import join_job, new_cpu_group
 from evenroute.dist.rank import agent as agent_module
+from evenroute.dist.rank import start as start_module
 from evenroute.dist.rank.agent import AgentConfig, RankAgent
 from evenroute.dist.weights.mover import TablesOnly
 from evenroute.routing.counters import ExpertCounters
+from evenroute.routing.router import Router
+from evenroute.routing.settings.config import RouterConfig
 from evenroute.routing.tables.tables import DispatchTables
 from support.dist_wrong_use import E, L, arguments, one_rank, placement, refused
 
@@ -56,7 +59,7 @@ def test_start_takes_its_own_kinds(
 ) -> None:
     if name == "mover" and value is None:
         pytest.skip("no mover: tables alone")
-    monkeypatch.setattr(agent_module, "new_cpu_group", lambda *_, **__: pytest.fail("something was sent"))
+    monkeypatch.setattr(start_module, "compare_ranks", lambda *_, **__: pytest.fail("something was sent"))
     monkeypatch.setattr(agent_module, "connect", lambda *_: pytest.fail("a socket was made"))
     refused(words, lambda: RankAgent.start(**arguments(group, **{name: value})))
 
@@ -106,13 +109,15 @@ TABLES = DispatchTables(placement(L, E, E), ep_rank=0, device="cpu")
         ({"mover": Lacking(without="in_flight")}, "mover must be a LayerMover | without in_flight"),
         ({"mover": Lacking(num_buffers=0)}, "mover.num_buffers=0: must be at least 1"),
         ({"mover": Lacking(num_buffers="2")}, "mover.num_buffers must be an integer, found '2'"),
-        ({"config": AgentConfig(record_dir="/nowhere/at/all")}, "agent.record_dir: /nowhere/at/all is no folder"),
+        ({"config": AgentConfig(top_k=1, record_dir="/no/where")}, "agent.record_dir: /no/where is no folder"),
+        ({"config": AgentConfig()}, "agent.top_k: 0 found and no Router counts into these counters yet"),
+        ({"on_commit": 3}, "on_commit must be callable as on_commit(layer, row), found 3"),
     ],
 )  # fmt: skip
 def test_what_start_takes_fits_each_other(
     group: Any, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], words: str
 ) -> None:
-    monkeypatch.setattr(agent_module, "new_cpu_group", lambda *_, **__: pytest.fail("something was sent"))
+    monkeypatch.setattr(start_module, "compare_ranks", lambda *_, **__: pytest.fail("something was sent"))
     refused(words, lambda: RankAgent.start(**arguments(group, **changed)))
 
 
@@ -137,8 +142,8 @@ def test_a_bad_key_file_is_told_before_a_group_is_made(
     group: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rank.toml").write_text("role = 'rank'\n")
-    config = AgentConfig(rebalancer=f"ipc://{tmp_path}/r.sock", keys=str(tmp_path / "rank.toml"))
-    monkeypatch.setattr(agent_module, "new_cpu_group", lambda *_, **__: pytest.fail("something was sent"))
+    config = AgentConfig(top_k=1, rebalancer=f"ipc://{tmp_path}/r.sock", keys=str(tmp_path / "rank.toml"))
+    monkeypatch.setattr(start_module, "compare_ranks", lambda *_, **__: pytest.fail("something was sent"))
     refused(
         "rank.toml: public_key: expected 40 characters",
         lambda: RankAgent.start(**arguments(group, config=config)),
@@ -149,10 +154,7 @@ def test_a_bad_key_file_is_told_before_a_group_is_made(
 
 
 BAD_STEPS = [
-    *(
-        ((bad,), {}, "num_tokens must be an integer, found")
-        for bad in (None, "3", [3], True, 2.5, math.nan, 1j)
-    ),
+    *(((bad,), {}, "num_tokens must be an integer, found") for bad in ("3", [3], True, 2.5, math.nan, 1j)),
     *(((bad,), {}, "num_tokens must be an integer") for bad in (np.int64(3), torch.tensor(3), np.zeros(2))),
     *(((bad,), {}, "num_tokens must be in [0, 2147483647], found") for bad in (-1, 1 << 31, 1 << 80)),
     *(((3,), {"count": bad}, "count must be True or False") for bad in (1, 0, None, "no", np.True_, [True])),
@@ -166,6 +168,38 @@ def test_a_refused_step_is_no_step(agent: RankAgent, args: Any, options: Any, wo
     refused(words, lambda: agent.step(*args, **options))
     assert agent.unsent() == counted
     assert agent.step(2).step == before + 1
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "words"), [((None,), {}, "num_tokens must be an integer"), *BAD_STEPS]
+)
+def test_a_refused_pass_is_no_pass(agent: RankAgent, args: Any, options: Any, words: str) -> None:
+    agent.step()
+    counted = agent.unsent()
+    refused(words, lambda: agent.begin_pass(*args, **options))
+    assert agent.unsent() == counted
+
+
+def test_a_pass_belongs_to_a_step(group: Any) -> None:
+    with RankAgent.start(**arguments(group)) as mine:
+        with pytest.raises(RuntimeError, match="begin_pass: call step first"):
+            mine.begin_pass(3)
+        mine.step()
+        mine.begin_pass(3)
+    with pytest.raises(RuntimeError, match="begin_pass: the agent is closed"):
+        mine.begin_pass(3)
+
+
+def test_the_router_s_experts_a_token(group: Any) -> None:
+    """K comes from the router; another number is refused by name, before anything is sent."""
+    given = arguments(group)
+    Router(RouterConfig(E, 3), given["tables"], given["counters"])
+    refused(
+        "agent.top_k: 1 found, the router chooses 3 experts a token",
+        lambda: RankAgent.start(**given),
+    )
+    with RankAgent.start(**{**given, "config": AgentConfig(vote_limit_s=5.0)}) as mine:
+        assert mine._core.job.top_k == 3
 
 
 def test_steps_that_are_right(agent: RankAgent) -> None:
@@ -221,6 +255,8 @@ BAD = {
 def test_each_field_of_the_config(field: Any) -> None:
     kind = type(field.default)
     for bad in BAD[kind]:
+        if field.name == "top_k" and bad == 0 and type(bad) is int:
+            continue  # as the router says
         refused(f"agent.{field.name}: | found, expected", lambda b=bad: AgentConfig(**{field.name: b}))
 
 
@@ -268,7 +304,12 @@ def test_join_job_reads_torchruns_environment(
 def test_a_second_close_tells_what_the_first_did(group: Any) -> None:
     """Counts that no rebalancer took are not stored because one asks twice."""
     config = AgentConfig(
-        rebalancer="tcp://127.0.0.1:1", start_limit_s=0.2, close_limit_s=0.2, window_steps=1, agree_every=1
+        top_k=1,
+        rebalancer="tcp://127.0.0.1:1",
+        start_limit_s=0.2,
+        close_limit_s=0.2,
+        window_steps=1,
+        agree_every=1,
     )
     agent = RankAgent.start(**arguments(group, config=config))
     for _ in range(3):

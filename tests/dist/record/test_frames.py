@@ -18,7 +18,7 @@ from evenroute.dist.wire.control import (
     encode_control,
 )
 from evenroute.dist.wire.messages import MessageError
-from evenroute.dist.wire.recording import RecordOrder
+from evenroute.dist.wire.recording import CONTROL_PROTOCOL, RecordOrder
 from support.pass_rank import EPOCH, order, recorder_in
 
 
@@ -36,16 +36,16 @@ def test_a_name_is_never_a_path(name: str) -> None:
 
 def test_control_messages_of_another_version_are_named() -> None:
     for frame, decode in (
-        (encode_control(StatusRequest(protocol=1)), decode_request),
-        (encode_control(StatusRequest(protocol=3)), decode_request),
-        (msgspec.msgpack.encode({"type": "new-thing", "protocol": 3}), decode_request),
-        (encode_control(msgspec.structs.replace(order(), protocol=3)), decode_order),
+        (encode_control(StatusRequest(protocol=CONTROL_PROTOCOL - 1)), decode_request),
+        (encode_control(StatusRequest(protocol=CONTROL_PROTOCOL + 1)), decode_request),
+        (msgspec.msgpack.encode({"type": "new-thing", "protocol": CONTROL_PROTOCOL + 1}), decode_request),
+        (encode_control(msgspec.structs.replace(order(), protocol=CONTROL_PROTOCOL + 1)), decode_order),
         (
             msgspec.msgpack.encode({**msgspec.to_builtins(order()), "mood": "new", "protocol": 9}),
             decode_order,
         ),
     ):
-        with pytest.raises(MessageError, match=r"control protocol: found \d, expected 2"):
+        with pytest.raises(MessageError, match=rf"control protocol: found \d, expected {CONTROL_PROTOCOL}"):
             decode(frame)
 
 

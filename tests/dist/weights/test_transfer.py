@@ -282,3 +282,22 @@ def test_permuting_on_the_rank_sends_nothing() -> None:
     transfer = plan_transfer(live, np.array([1, 0, 3, 2], dtype=np.int32), Topology(2))
     assert transfer.num_receives == 0
     assert transfer.moved == (0, 1, 2, 3)
+
+
+def test_no_rank_sends_or_receives_more_than_a_chunk_may_hold() -> None:
+    """Three experts of 4,000 bytes are one too many for 10,000, whichever round comes last."""
+    live = np.arange(12, dtype=np.int32)
+    target = np.concatenate((live[6:], live[:6])).astype(np.int32)  # six rounds between two ranks
+    transfer = plan_transfer(live, target, Topology(2))
+    for chunk_bytes in (4000, 8000, 10_000, 11_999, 12_000):
+        chunks = split_chunks(transfer, expert_bytes=4000, chunk_bytes=chunk_bytes, max_peers=4)
+        for chunk in chunks:
+            sent: dict[int, int] = {}
+            for piece in chunk.pieces:
+                size = piece.stop - piece.start
+                for side in (piece.receive.source_rank, -1 - piece.receive.dest_rank):
+                    sent[side] = sent.get(side, 0) + size
+            assert max(sent.values(), default=0) <= chunk_bytes
+            assert chunk.cost <= chunk_bytes
+        assert sum(len(chunk.pieces) for chunk in chunks) == 12
+        assert len(chunks) == -(-6 // (chunk_bytes // 4000))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evenroute.dist.weights.weight_mover import MigrationConfig
+from evenroute.dist.weights import agree
+from evenroute.dist.weights.expert_weights import ExpertWeights
+from evenroute.dist.weights.weight_mover import MigrationConfig, WeightMover
 from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
+from evenroute.routing.tables.tables import DispatchTables
 from support.moe_world import (
     Case,
     build_world,
@@ -243,8 +248,62 @@ def _disagree(ranks: Ranks, case: Case) -> str:
 
 def test_ranks_that_cut_chunks_differently_are_refused() -> None:
     messages = rank_pool(2).run(_disagree, Case(ep_size=2))
-    assert "rank 1: ranks disagree about migration: chunk_bytes=2048" in messages[1]
-    assert "chunk_bytes=1024" in messages[0]
+    assert messages == ["weights: ranks differ: chunk_bytes is 1024 on rank 0, 2048 on rank 1"] * 2
+
+
+def _mover(ranks: Ranks, tensors: dict[str, tuple[list[int], str]], slots: int = 3, protocol: int = 0) -> str:
+    """What this rank's attempt to attach its tensors comes to."""
+    layer = {
+        name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in tensors.items()
+    }
+    placement = Placement.initial(1, ranks.size * slots, ranks.size * slots, Topology(ranks.size))
+    tables = DispatchTables(placement, ep_rank=ranks.rank, device="cpu")
+    version = agree.PROTOCOL_VERSION
+    agree.PROTOCOL_VERSION = protocol or version  # type: ignore[misc]
+    try:
+        WeightMover(ExpertWeights([layer], slots), tables, group=ranks.group("differ"), loader=lambda *_: {})
+    except ValueError as bad:
+        return str(bad)
+    finally:
+        agree.PROTOCOL_VERSION = version  # type: ignore[misc]
+    return ""
+
+
+W = {"w": ([3, 4, 2], "float32")}
+OF_W = "layer 0 tensor 'w' is [3, 4, 2] float32"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ((W,), ""),
+        (({"w": ([3, 2, 4], "float32")},), f"{OF_W} on rank 0, [3, 2, 4] float32 on rank 1"),
+        (({"w": ([3, 4, 2], "float16")},), f"{OF_W} on rank 0, [3, 4, 2] float16 on rank 1"),
+        (({"v": ([3, 4, 2], "float32")},), "layer 0 tensors is w on rank 0, v on rank 1"),
+        (({**W, "s": ([3, 1], "float32")},), "layer 0 tensors is w on rank 0, w, s on rank 1"),
+        (({"w": ([4, 4, 2], "float32")}, 4), "slots of a rank is 3 on rank 0, 4 on rank 1"),
+        ((W, 3, 7), f"protocol is {agree.PROTOCOL_VERSION} on rank 0, 7 on rank 1"),
+    ],
+)  # fmt: skip
+def test_what_differs_between_ranks_is_named_on_every_rank(theirs: Any, words: str) -> None:
+    found = rank_pool(2).run(_differing, theirs)
+    assert found[0] == found[1]
+    assert found[0].startswith(f"weights: ranks differ: {words}" if words else "")
+    assert bool(found[0]) == bool(words)
+
+
+def _differing(ranks: Ranks, theirs: Any) -> str:
+    return _mover(ranks, *(theirs if ranks.rank else (W,)))
+
+
+def test_rows_of_three_sizes_name_every_rank() -> None:
+    found = rank_pool(4).run(_three_sizes)
+    sizes = "[3, 32] uint8 on ranks 0, 3, [3, 16] uint8 on rank 1, [3, 24] uint8 on rank 2"
+    assert found == [f"weights: ranks differ: layer 0 tensor 'w' is {sizes}"] * 4
+
+
+def _three_sizes(ranks: Ranks) -> str:
+    return _mover(ranks, {"w": ([3, (32, 16, 24, 32)[ranks.rank]], "uint8")})
 
 
 def test_config_names_what_is_wrong() -> None:

@@ -270,7 +270,10 @@ class TestAscend:
 class TestMegatron:
     def steps(self, seed: int) -> list[dict[int, np.ndarray]]:
         rng = np.random.default_rng(seed)
-        return [{layer: rng.integers(0, 8, (5, 2)) for layer in (1, 2, 3)} for _ in range(4)]
+        return [
+            {layer: np.array([rng.permutation(8)[:2] for _ in range(5)]) for layer in (1, 2, 3)}
+            for _ in range(4)
+        ]
 
     def expected(self, *ranks: list[dict[int, np.ndarray]]) -> np.ndarray:
         result = np.zeros((4, 3, 8), np.int64)
@@ -308,7 +311,8 @@ class TestMegatron:
         ("line", "part"),
         [
             ('{"step": 0, "layer": 1', "line 2"),
-            ('{"step": 0, "layer": 1, "top_indices": [[-1]]}', "expert -1"),
+            ('{"step": 0, "layer": 1, "top_indices": [[-2]]}', "expert -2"),
+            ('{"step": 0, "layer": 1, "top_indices": [[3, 3]]}', "an expert twice"),
             ('{"step": 0, "layer": 1, "top_indices": [["a"]]}', "line 2"),
             ('{"step": 0, "layer": 1}', "top_indices"),
             ('{"step": 3, "layer": 1, "rank": 5, "top_indices": [[1]]}', "ranks 0 and 5"),
@@ -394,7 +398,7 @@ class TestParts:
 def rank_dump(path: Path, rank: int | None, counts: list[np.ndarray]) -> None:
     from evenroute.eplb.dump.format import DumpHeader
     from evenroute.eplb.dump.writer import DumpWriter
-    from evenroute.eplb.loads.source import Window
+    from evenroute.eplb.loads.source import LoadWindow
 
     layers, experts = counts[0].shape
     header = DumpHeader(
@@ -406,4 +410,4 @@ def rank_dump(path: Path, rank: int | None, counts: list[np.ndarray]) -> None:
     )
     with DumpWriter(path, header) as writer:
         for step, window in enumerate(counts):
-            writer.add_window(Window(window, None, step, step))
+            writer.add_window(LoadWindow(window, None, step, step))

@@ -66,3 +66,18 @@ def test_the_same_windows_give_the_same_memory() -> None:
     for window in seen:
         two.remember(window)
     assert all(np.array_equal(x, y) for x, y in zip(one.forecast(), two.forecast(), strict=True))
+
+
+def test_where_traffic_drifts_the_newest_window_counts_most() -> None:
+    random = np.random.default_rng(4)
+    logs = random.normal(0, 1, (2, 32))
+    memory = WindowMemory(4)
+    for _ in range(25):
+        logs = 0.995 * logs + 0.1 * random.normal(0, 1, logs.shape)
+        truth = np.exp(logs) / np.exp(logs).sum(axis=1, keepdims=True)
+        newest = random.multinomial(10**6, truth).astype(float)
+        memory.remember(newest)
+    windows, weights = memory.forecast()
+    at = int(weights.argmax())
+    assert weights[at] > 0.85
+    assert np.array_equal(windows[at], newest), "not averaged with what went before"

@@ -312,3 +312,25 @@ def test_buffers_are_reused():
         result = moe_align_block_size((ids + shift) % 3, 2, 3, out=out)
         assert result[0].data_ptr() == out.sorted_ids.data_ptr()
         assert result[1].tolist() == plain((ids + shift).cpu() % 3, 2, 3, "sentinel")[1]
+
+
+@pytest.mark.parametrize("rows", [1, 40, 3000] if COMPILED else [1, 40])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_of_any_stride(rows: int, dtype: torch.dtype) -> None:
+    """Views of wider, turned and repeated ids; such a view can stay one when it is flattened."""
+    ids = torch.randint(-1, 10, (rows, 8), generator=torch.Generator().manual_seed(rows)).to(DEVICE, dtype)
+    for view in (
+        ids[:, ::2],
+        ids[:, :1],
+        ids[:, 3],
+        ids[:, 1:5],
+        ids.t(),
+        ids[:1].expand(5, 8),
+        ids[::3, ::4],
+    ):
+        counts = torch.bincount(view.reshape(-1).clamp(min=-1) + 1, minlength=11)[1:].int()
+        for histogram in (None, counts):
+            found = moe_align_block_size(view, 2, 10, backend=BACKEND, slot_histogram=histogram)
+            wanted = moe_align_block_size(view.contiguous(), 2, 10, backend="reference")
+            for one, other in zip(found, wanted, strict=True):
+                assert torch.equal(one, other)

@@ -1,5 +1,7 @@
 """The planner benchmark judges for itself: its checker and baseline are right."""
 
+import zipfile
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,8 @@ from evenroute.eplb.planner.plan import plan_placement
 from evenroute.tools.bench.planner import main
 from evenroute.tools.bench.planner_baseline import greedy_plan, greedy_plan_layers_at_once
 from evenroute.tools.bench.planner_check import judge, linear_programme, moved
+from evenroute.tools.bench.planner_next import TRACES, follow_peer, mixtures, synthetic_loads, trace
+from evenroute.tools.bench.planner_peers import open_peers
 from evenroute.tools.bench.planner_time import drift, stationary
 
 
@@ -52,3 +56,51 @@ def test_traces_over_time_run_with_few_windows() -> None:
 def test_without_data_one_line_and_status_2(tmp_path, capsys) -> None:
     assert main(["--data", str(tmp_path)]) == 2
     assert "0 load files found" in capsys.readouterr().err
+
+
+def test_traces_mix_loads_as_their_names_say() -> None:
+    for kind in TRACES:
+        weights = mixtures(kind, 12, np.random.default_rng(0))
+        assert weights.shape == (20, 12)
+        assert weights.sum(axis=1) == pytest.approx(np.ones(20))
+    assert (mixtures("two kinds in turn", 12, np.random.default_rng(0)).argmax(axis=1) == [0, 1] * 10).all()
+    truth, counts = trace(synthetic_loads(), "stationary", 3)
+    assert truth.shape == counts.shape == (20, 8, 256)
+    assert truth.sum(axis=2) == pytest.approx(np.ones((20, 8)))
+    assert (counts.sum(axis=2) == 800_000).all()
+
+
+PEER = """
+import torch
+from vllm.logger import logger
+from .abstract import AbstractEplbPolicy
+
+class DefaultEplbPolicy(AbstractEplbPolicy):
+    @classmethod
+    def rebalance_experts(cls, weight, num_replicas, num_groups, num_nodes, num_ranks, old=None):
+        logger.info("the peer was asked")
+        assert weight.shape[0] == len(old) and old.shape[1] == num_replicas
+        return old.flip(1)
+"""
+
+
+def test_a_peer_is_loaded_from_a_wheel_and_judged_like_ours(tmp_path) -> None:
+    pytest.importorskip("torch")
+    wheel = tmp_path / "vllm.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vllm/distributed/eplb/policy/abstract.py", "class AbstractEplbPolicy:\n    pass\n")
+        archive.writestr("vllm/distributed/eplb/policy/default.py", PEER)
+    made = open_peers([f"vllm={wheel}"])["vllm"]()
+    truth, counts = trace(synthetic_loads(), "stationary", 3)
+    balance, part = follow_peer(truth[:4], counts[:4], made)
+    assert 0.9 < balance <= 1, "ranks in reverse order are as balanced"
+    assert part > 0.5
+
+
+@pytest.mark.parametrize("given", ["vllm", "other=/", "vllm=/nowhere", "--only no"])
+def test_a_peer_or_section_that_is_not_there_is_one_line_and_status_2(given, tmp_path, capsys) -> None:
+    arguments = given.split() if given.startswith("--") else ["--peer", given]
+    assert main(["--synthetic", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("evenroute: error: --")
+    assert len(error.splitlines()) == 1

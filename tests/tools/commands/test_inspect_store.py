@@ -215,3 +215,49 @@ def test_a_store_without_a_job_and_a_damaged_one(store: HistoryStore, tmp_path: 
     other[68:72] = b"nope"  # application_id
     (tmp_path / "other.db").write_bytes(bytes(other))
     assert_one_line_error(evenroute("inspect", tmp_path / "other.db"), "other.db", "not an evenroute store")
+
+
+def test_advise_replay_and_plan_use_the_slots_and_the_placement_in_use(
+    store: HistoryStore, counts: np.ndarray, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.db"
+    newest = next(iter(store.placements(newest_first=True))).placement
+    now = balancedness(rank_loads(counts.astype(float), newest))
+
+    advice = evenroute("advise", path, "--json").json
+    assert advice["placement_now"] == f"the newest placement published in run.db ({SLOTS} slots)"
+    assert advice["balancedness_now"] == pytest.approx(now.mean)
+    assert advice["num_redundant_experts"] == SLOTS - EXPERTS
+
+    runs = evenroute("replay", path, "--policy", "none,rebalancer", "--json").json["runs"]
+    assert {run["num_slots"] for run in runs} == {SLOTS}
+    # The only placement came into use after the first windows, so runs cannot begin with it.
+    assert {run["begins_with"] for run in runs} == {"experts in order, redundant slots round-robin"}
+
+    size = ("--ep-size", RANKS, "--num-slots", SLOTS)
+    plan = evenroute("plan", path, *size, "--policy", "stay", "--json").json
+    assert plan["baseline"] == f"the newest placement published in run.db ({SLOTS} slots)"
+    assert plan["balancedness_before"]["mean"] == pytest.approx(now.mean)
+    assert f"before: {plan['baseline']}" in evenroute("plan", path, *size, "--policy", "stay").out
+    other = evenroute("plan", path, "--ep-size", RANKS, "--num-slots", SLOTS + RANKS, "--json").json
+    assert other["baseline"] == "experts in order, redundant slots round-robin"
+
+
+def test_a_replay_begins_with_the_placement_in_use_at_the_first_window(
+    counts: np.ndarray, tmp_path: Path
+) -> None:
+    made = HistoryStore(tmp_path / "run.db")
+    made.begin_epoch(EPOCH, pid=1, now=0.0)
+    made.set_job(7, JOB, epoch=EPOCH, now=0.0)
+    plan = plan_placement(counts, topology=Topology(RANKS), num_slots=SLOTS)
+    made.add_placement(
+        epoch=EPOCH, version=1, placement=plan.placement, balancedness_before=None,
+        balancedness_predicted=None, moves=plan.moves, policy="taken-up", reason="", now=999.0,
+    )  # fmt: skip
+    for seq in (1, 2):
+        add_window(made, seq, counts, now=1000.0 + seq)
+    (run,) = evenroute("replay", tmp_path / "run.db", "--policy", "none", "--json").json["runs"]
+    assert run["begins_with"] == f"the first placement published in run.db ({SLOTS} slots)"
+    assert run["points"][0]["mean"] == pytest.approx(
+        balancedness(rank_loads(counts.astype(float), plan.placement)).mean
+    )
