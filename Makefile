@@ -11,7 +11,7 @@ SOURCES := $(shell find evenroute eplb routing dist tools -name '*.py' 2>/dev/nu
 STAMP   := $(VENV)/.installed-$(SOURCES)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-slow simulate mutants test-gpu test-multigpu test-release lint format types ci wheel clean
+.PHONY: help install demo test test-slow simulate mutants soak test-gpu test-multigpu test-release lint format types ci wheel clean
 
 help:
 	@echo "make demo      set up $(VENV) and run the main job on $(RANKS) ranks"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-slow the long suites: simulator, chaos, scale, fuzz"
 	@echo "make simulate  100,000 seeded schedules of faults on the switch protocol (SEEDS=A:B)"
 	@echo "make mutants   plants small faults in protocol, store, transfer and planner; prints those no test notices (SAMPLE=N, FILES=GLOB)"
+	@echo "make soak      one hostile peer beside 32 honest ranks for 10 minutes (MINUTES=N)"
 	@echo "make test-gpu  the suite for one GPU; make test-multigpu for two or more"
 	@echo "make test-release  build wheel and sdist, run them in a fresh environment; make demo in a clean copy"
 	@echo "make lint | format | types | wheel | ci | clean"
@@ -54,6 +55,10 @@ SAMPLE ?= 400
 FILES ?= *
 mutants: install
 	cd tests && $(abspath $(BIN))/python -m support.mutants --sample $(SAMPLE) --files '$(FILES)' --jobs $$(nproc)
+
+MINUTES ?= 10
+soak: install
+	EVENROUTE_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -n 0 -s tests/dist/chaos/test_soak.py
 
 test-gpu: install
 	$(BIN)/python -m pytest -m "gpu"

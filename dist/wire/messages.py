@@ -13,6 +13,8 @@ from typing import Annotated, Final, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from evenroute.eplb._checks import printable
+
 PROTOCOL_VERSION: Final = 2
 """2 brought `Refusal`, `Goodbye`, a rank's ``identity`` and bounds on steps. Another version is refused by name."""
 DEFAULT_FRAME_LIMIT: Final = 32 * 1024 * 1024
@@ -236,7 +238,7 @@ def decode_frame(
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        text = " ".join(str(error).split())[:200]  # it may quote what a stranger sent: keep it to one line
+        text = printable(str(error))[:200]  # it may quote what a stranger sent
         raise MessageError(f"frame: {_foreign_version(frame) or text}") from None
 
 
