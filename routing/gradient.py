@@ -23,7 +23,7 @@ class RoutedWeights(torch.autograd.Function):
     """The weights that a launch wrote, as a function of what was weighed: logits or given weights.
 
     weights [T, K+S] fp32 as written; source: logits [T, E] or, with `given_ids` [T, K], given weights [T, K];
-    ids [T, K] int32: the chosen logical experts, -1 for columns without one.
+    ids [T, K] int32: the chosen logical experts, -1 for columns without one. All three may be [T, K+S], given whole.
     """
 
     @staticmethod
@@ -44,7 +44,7 @@ class RoutedWeights(torch.autograd.Function):
         with torch.enable_grad():
             leaf = source.detach().requires_grad_()
             weights = form_weights(leaf, ids, usable, given_ids, ctx.config)
-        (found,) = torch.autograd.grad(weights, leaf, gradient[:, : ctx.config.top_k].to(weights.dtype))
+        (found,) = torch.autograd.grad(weights, leaf, gradient[:, : weights.shape[1]].to(weights.dtype))
         return found, None, None, None, None
 
 
@@ -53,8 +53,14 @@ def form_weights(
 ) -> Tensor:
     """Weights [T, K] of the chosen experts as differentiable torch operations, fp32 or, of fp64, fp64.
 
-    usable [T, K]: columns that have a weight; the others are 0, and so is their gradient.
+    usable [T, K]: columns that have a weight; the others are 0, and so is their gradient. Shared columns that are given
+    too follow as they are.
     """
+    top_k = config.top_k
+    if given_ids is not None and given_ids.shape[1] > top_k:
+        routed = form_weights(source[:, :top_k], ids, usable[:, :top_k], given_ids[:, :top_k], config)
+        shared = source[:, top_k:].to(routed.dtype)
+        return torch.cat((routed, torch.where(usable[:, top_k:] & (shared >= 0), shared, 0.0)), dim=1)
     source = source if source.dtype == torch.float64 else source.float()
     if given_ids is None:
         scores = _scores(source, torch.where(usable, ids, 0).long(), usable, config)

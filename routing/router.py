@@ -228,9 +228,12 @@ class Router:
         self._launch(plan, call, waterfill_target, buffers)
         assert buffers.logical_ids is not None
         source = call.logits if call.given_weights is None else call.given_weights
-        chosen = buffers.logical_ids[:, : self.config.top_k].clone()
+        width = self.config.top_k if call.given_ids is None else call.given_ids.shape[1]
+        chosen, config = buffers.logical_ids[:, :width].clone(), self.config
+        if call.keep_weights:
+            config = replace(config, renormalize=False, apply_routed_scaling_factor=False)
         weights = RoutedWeights.apply(  # type: ignore[no-untyped-call]
-            source, buffers.weights, chosen, call.given_ids, self.config
+            source, buffers.weights, chosen, call.given_ids, config
         )
         kept = buffers.logical_ids if "logical_ids" in emit else None
         return replace(buffers, weights=weights, logical_ids=kept, emitted=emit)

@@ -10,6 +10,7 @@ import base64
 import itertools
 import logging
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
 
 import msgspec
@@ -18,7 +19,9 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from evenroute.dist.config import PlannerSettings
-from evenroute.dist.wire.messages import JobShape
+from evenroute.dist.protocol.publication import fits
+from evenroute.dist.wire.messages import JobShape, WirePlacement
+from evenroute.dist.wire.placement import pack_placement, unpack_placement
 from evenroute.eplb.loads.balance import placement_balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
@@ -30,6 +33,7 @@ from evenroute.eplb.store.writer import HistoryStore, StaleEpochError, StoreErro
 logger = logging.getLogger("evenroute.dist.rebalancer")
 
 REMEMBERED = 32  # windows; what came before them weighs less than 4 % (`memory.FADING` ** 32)
+_START = "start-placement"
 _SETTING = "policy-window-{}"
 _LOOK_BACK = 16  # placements: each life takes one up
 _NOT_PLANNED = ("taken-up", "rollback")
@@ -98,12 +102,8 @@ class LivePolicy:
 
     def _was_planned(self, job: JobShape) -> bool:
         """Whether a plan for this job is among the store's newest placements."""
-        for row in itertools.islice(self._store.placements(newest_first=True), _LOOK_BACK):
-            made = row.placement
-            fits = (made.num_layers, made.num_slots) == (job.num_layers, job.num_slots)
-            if fits and row.policy not in _NOT_PLANNED:
-                return True
-        return False
+        rows = itertools.islice(self._store.placements(newest_first=True), _LOOK_BACK)
+        return any(fits(row.placement, job) and row.policy not in _NOT_PLANNED for row in rows)
 
     def restore(self, live: Placement) -> int:
         """Show the policy what an earlier life remembered; returns the number of windows."""
@@ -162,3 +162,21 @@ class LivePolicy:
             raise
         except StoreError as error:
             logger.warning("what the policy remembers is not kept: %s", error)
+
+
+def keep_start(store: HistoryStore, live: Placement, epoch: int) -> None:
+    """Keep what a job routes with before its first version, to roll back to."""
+    with suppress(StoreError):
+        store.set_setting(_START, msgspec.json.encode(pack_placement(live)).decode(), epoch=epoch)
+
+
+def earlier_placements(store: HistoryStore, job: JobShape) -> Iterator[tuple[str, Placement]]:
+    """(name, placement) of what a job of this shape was given, the newest first; last what it started with."""
+    for row in store.placements(newest_first=True):
+        if fits(row.placement, job):
+            yield f"version {row.epoch:x}/{row.version} ({row.policy})", row.placement
+    start = store.setting(_START)
+    if start is not None:
+        with suppress(ValueError, msgspec.DecodeError):  # of a job of another shape
+            wire = msgspec.json.decode(start, type=WirePlacement)
+            yield "the placement that the job started with", unpack_placement(wire, job)

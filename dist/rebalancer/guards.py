@@ -328,8 +328,8 @@ class FileWatch:
         self._log_file = self._log_file or log_file
         if log_file != self._log_file or (store is not None and not store.in_place()):
             found.append(
-                f"store {self._store.path}: its file was removed or replaced while in use; counts still go to the old "
-                "one and are lost at the end: start the rebalancer again"
+                f"store {self._store.path}: its file was removed or replaced while in use; counts are not stored, and "
+                "wait at the ranks: start the rebalancer again"
             )
         if not self._link.in_place():
             found.append(

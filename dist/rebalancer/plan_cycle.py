@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.dist.config import PlannerSettings
-from evenroute.dist.protocol.publication import fits
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.receipt import LoadView
 from evenroute.dist.protocol.types import Outgoing, PlacementInfo
-from evenroute.dist.rebalancer.decisions import LivePolicy
+from evenroute.dist.rebalancer.decisions import LivePolicy, earlier_placements, keep_start
 from evenroute.dist.rebalancer.intervals import lacking, most_windows, whole_windows
 from evenroute.dist.rebalancer.planner import PlannerError, PlannerProcess, decide_request, plan_request
 from evenroute.dist.rebalancer.planner_child import DecideRequest, PlanReply, PlanRequest
@@ -264,6 +263,9 @@ class PlanCycle:
         if self._ready is None or not self._core.may_publish(now):
             return []
         (placement, info), self._ready = self._ready, None
+        live = self._core.live_placement()
+        if self._core.newest is None and live is not None:
+            keep_start(self._store, live, self._core.epoch)
         published = self._core.counters.placements_published
         try:
             out = self._core.publish(placement, info, now)
@@ -299,22 +301,23 @@ class PlanCycle:
 
         ValueError in one line when there is none.
         """
-        newest, view = self._core.newest, self._core.view
-        assert view is not None
-        rows = self._store.placements(newest_first=True)
-        row = next((r for r in rows if newest and r.placement.digest() != newest.digest), None)
-        if row is None or not fits(row.placement, view.job):
+        live, job = self._core.live_placement(), self._core.job
+        newest = live if self._core.newest is None else self._core.newest.placement
+        if newest is None or job is None:
+            raise ValueError("rollback: what the ranks route with is not known yet; try again")
+        earlier = earlier_placements(self._store, job)
+        found = next((one for one in earlier if one[1].digest() != newest.digest()), None)
+        if found is None:
             raise ValueError("rollback: the store holds no earlier placement of this job that differs")
+        name, placement = found
         self._drop_plan()
-        moves = self._core.newest.placement.moved_slots(row.placement)  # type: ignore[union-attr]
-        text = f"back to version {row.epoch:x}/{row.version} ({row.policy})"
+        moves = newest.moved_slots(placement)
+        text = f"back to {name}"
         self.last_action, self.last_reason = "rollback", text
-        self._ready = (row.placement, PlacementInfo(moves, "rollback", text))
-        after = (
-            "plans are stopped"
-            if self.paused
-            else "plans go on at the next interval (`evenroute pause` stops them)"
-        )
+        self._ready = (placement, PlacementInfo(moves, "rollback", text))
+        after = "plans are stopped"
+        if not self.paused:
+            after = "plans go on at the next interval (`evenroute pause` stops them)"
         return f"{text}, {int(moves.sum())} slots move; {after}"
 
     def _drop_plan(self) -> None:

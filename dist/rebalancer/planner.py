@@ -2,8 +2,8 @@
 
 Parent and child (`planner_child`) speak length-prefixed msgpack over the child's stdin and stdout; nothing is ever
 unpickled. The child plans one request at a time and lives on (its compiled code stays warm); the parent kills it when
-the time limit is up and starts another. A child says when it is ready (imports and compilation done): the time limit
-is the plan's alone.
+the time limit is up and starts another. A child says when it is ready and when it compiles: the time limit is the
+plan's alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.dist.config import PlannerSettings
-from evenroute.dist.rebalancer.planner_child import LENGTH_BYTES, DecideRequest, PlanReply, PlanRequest
+from evenroute.dist.rebalancer.planner_child import (
+    COMPILING,
+    LENGTH_BYTES,
+    READY,
+    DecideRequest,
+    PlanReply,
+    PlanRequest,
+)
 from evenroute.dist.wire.placement import pack_placement
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.planner.policy import PolicySettings, Question
@@ -28,7 +35,7 @@ from evenroute.eplb.planner.policy import PolicySettings, Question
 _CHILD = "evenroute.dist.rebalancer.planner_child"
 _MAX_REPLY_BYTES = 64 * 1024 * 1024
 CHECK_LIMIT_S = 60.0
-START_LIMIT_S = 300.0  # until a child is ready; a first compilation takes a minute on a busy host
+START_LIMIT_S = 1800.0  # to import and to compile, on a host however busy
 
 
 def plan_request(
@@ -181,11 +188,12 @@ class PlannerProcess:
     def _parse(self) -> PlanReply | None:
         if len(self._buffer) < LENGTH_BYTES:
             return None
-        size = int.from_bytes(self._buffer[:LENGTH_BYTES], "little")
-        if size == 0 and not self._ready:  # "ready"
-            self._ready, self._started_at = True, max(self._started_at, time.monotonic())
+        head = bytes(self._buffer[:LENGTH_BYTES])
+        if head in (READY, COMPILING):
+            self._ready, self._started_at = head == READY, time.monotonic()
             del self._buffer[:LENGTH_BYTES]
             return self._parse()
+        size = int.from_bytes(head, "little")
         if size > _MAX_REPLY_BYTES:
             raise ValueError(f"reply of {size} bytes")
         if len(self._buffer) < LENGTH_BYTES + size:

@@ -1,6 +1,6 @@
 """The planner's own process: reads a request from stdin, plans, answers on stdout; keeps nothing between two requests.
 
-Both directions are length-prefixed msgpack; an empty message says that imports and compilation are done. Started by
+Both directions are length-prefixed msgpack; `COMPILING` and `READY` stand between messages. Started by
 `evenroute.dist.rebalancer.planner`.
 """
 
@@ -12,12 +12,14 @@ import inspect
 import os
 import signal
 import sys
+import threading
 from contextlib import suppress
 from typing import IO, Any
 
 import msgspec
 import numpy as np
 from msgspec import Struct
+from numba.core.event import Listener, register
 from numpy.typing import NDArray
 
 from evenroute.dist.wire.messages import JobShape, WirePlacement
@@ -26,9 +28,11 @@ from evenroute.eplb.loads.balance import Balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.joint import Expected
-from evenroute.eplb.planner.policy import PolicySettings, Question, answer
+from evenroute.eplb.planner.policy import PolicySettings, Question, RebalancePolicy, answer
 
 LENGTH_BYTES = 4
+READY = bytes(LENGTH_BYTES)  # in place of a length: waits for a request, or goes on with one
+COMPILING = b"\xff" * LENGTH_BYTES
 
 
 class PlanRequest(Struct, frozen=True, tag="plan", forbid_unknown_fields=True):
@@ -189,8 +193,51 @@ def _warm_up(function: str) -> None:
             importlib.import_module(function.partition(":")[0])
         if not function or function.startswith("evenroute."):
             importlib.import_module("evenroute.eplb.planner.warm_up").warm_up()
+        if not function:
+            _decide_tiny_cases()
     except Exception as error:  # each request will fail with the same, and be answered with it
         print(f"planner {function}: {error}", file=sys.stderr)
+
+
+def _decide_tiny_cases() -> None:
+    """Have the policy decide all that it can, so that whatever it needs is compiled (for the types that it meets)."""
+    for nodes, settings in (
+        (1, PolicySettings()),
+        (1, PolicySettings(uneven_shares=False)),
+        (2, PolicySettings(hierarchical=True, num_groups=2)),
+    ):
+        topology = Topology(4, nodes)
+        placement = Placement.initial(2, 8, 12, topology)
+        policy = RebalancePolicy(topology, 12, settings)
+        rng = np.random.default_rng(0)
+        for _ in range(6):
+            counts = rng.poisson(100_000 * rng.dirichlet(np.full(8, 0.3), 2)).astype(np.int64)
+            decision = policy.decide(counts, placement)
+            placement = placement if decision.plan is None else decision.plan.placement
+
+
+class _CompileWatch(Listener):
+    """Tells the parent when a compilation begins and ends: it is not the plan's time."""
+
+    def __init__(self, replies: IO[bytes]) -> None:
+        self._replies = replies
+        self._running = 0
+        self._lock = threading.Lock()  # planners compile in several threads
+
+    def _change(self, by: int) -> None:
+        with self._lock:
+            before, self._running = self._running, self._running + by
+            if not before or not self._running:
+                self._replies.write(COMPILING if self._running else READY)
+                self._replies.flush()
+
+    def on_start(self, event: object) -> None:
+        """A compilation begins."""
+        self._change(1)
+
+    def on_end(self, event: object) -> None:
+        """It has ended."""
+        self._change(-1)
 
 
 def _die_with_parent() -> None:
@@ -215,8 +262,9 @@ def main() -> None:
     os.dup2(2, 1)  # what a planner prints goes to the log, never into the replies
     requests = sys.stdin.buffer
     _warm_up(sys.argv[1] if len(sys.argv) > 1 else "")
-    replies.write(bytes(LENGTH_BYTES))
+    replies.write(READY)
     replies.flush()
+    register("numba:compile", _CompileWatch(replies))  # type: ignore[no-untyped-call]
     while (head := _read_exactly(requests, LENGTH_BYTES)) is not None:
         body = _read_exactly(requests, int.from_bytes(head, "little"))
         if body is None:

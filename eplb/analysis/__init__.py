@@ -1,1 +1,8 @@
-"""What inspect, replay and advise say about loads."""
+"""What inspect, replay and advise say about loads.
+
+history    what there was: loads, balancedness and placements over time
+facts      the figures of one source that inspect shows
+replay     what other settings would have given
+advice     is EPLB worth it here, and the reasons
+measures   the numbers that advice stands on
+"""

@@ -38,7 +38,7 @@ class ReplaySettings:
     Attributes:
         num_redundant_experts: slots beyond one an expert.
         policy: "none" never moves anything; "rebalancer" decides window by window as the rebalancer does
-            (`RebalancePolicy`: a full plan first, then shares and few moves; it smooths loads itself, so `predictor`,
+            (`RebalancePolicy`: a full plan first, then shares and few moves; it remembers windows, so `predictor`,
             `history` and `dead_band` have no part in it); the others are the planner's, asked at every interval.
         interval: windows between two plans.
         predictor: loads a plan is made for: the last window, the mean of the last `history`, or all of them with a

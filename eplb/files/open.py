@@ -20,9 +20,9 @@ from evenroute.eplb.files.arrays import natural_key, rectangular
 from evenroute.eplb.files.format import Beginning, PtReader, Reading
 from evenroute.eplb.files.formats import FORMATS
 from evenroute.eplb.files.ranks import assemble
-from evenroute.eplb.files.whole import join_layers
 from evenroute.eplb.loads.decoding import beginning, damaged, decode_json, is_text, reading
 from evenroute.eplb.loads.source import LoadSource
+from evenroute.eplb.loads.whole import join_layers
 
 _NOT_DECODED = object()
 NOT_LOADS = {".md", ".lock", ".partial", ".png", ".html", ".pdf"}

@@ -1,6 +1,8 @@
 """The rebalancer's history store: one SQLite file in WAL mode.
 
-connection   the file: opened, checked, watched; its log moved into it by a thread
+checkpoint   a thread that moves the log into the file
+connection   the file: opened, and checked for its format
+custody      whether the files are as the writer left them; what was acknowledged
 epochs       opened for writing: transactions that check whose store it is; epochs, events, settings
 reader       opened for reading, also while it is written
 schema       tables, row types, blobs

@@ -1,15 +1,12 @@
-"""The store's file: opened, checked, and its write-ahead log moved into it by a thread of its own."""
+"""The store's file: opened, and checked for its format."""
 
 from __future__ import annotations
 
 import sqlite3
-import threading
 from pathlib import Path
 
 from evenroute.eplb._io import open_input
 from evenroute.eplb.store.schema import APPLICATION_ID, FORMAT_VERSION, StoreError
-
-EVERY_S = 2.0
 
 
 def connect(path: Path, *, read_only: bool, timeout_s: float) -> sqlite3.Connection:
@@ -46,29 +43,3 @@ def check_length(path: Path) -> None:
         raise StoreError(
             f"store {path}: truncated or damaged: {path.stat().st_size} bytes of {expected or 'any'}"
         )
-
-
-class Checkpointer:
-    """A thread with a connection of its own; passive checkpoints wait for nobody and hold nobody up."""
-
-    def __init__(self, path: Path, *, every_s: float = EVERY_S) -> None:
-        self.failures = 0  # tried again the next time; meanwhile the log grows
-        self._every_s = every_s
-        self._connection = connect(path, read_only=False, timeout_s=1.0)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="evenroute-checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._every_s):
-            try:
-                self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-            except sqlite3.Error:
-                self.failures += 1
-
-    def close(self, limit_s: float = 2.0) -> None:
-        """Stop; a checkpoint under way is waited for up to `limit_s`."""
-        self._stop.set()
-        self._thread.join(limit_s)
-        if not self._thread.is_alive():
-            self._connection.close()

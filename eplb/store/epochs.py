@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import socket
 import sqlite3
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from evenroute.eplb.store.connection import Checkpointer, check_format, connect
+from evenroute.eplb.store.checkpoint import Checkpointer
+from evenroute.eplb.store.connection import check_format, connect
+from evenroute.eplb.store.custody import Acknowledged, Custody
 from evenroute.eplb.store.reader import StoreReader
 from evenroute.eplb.store.schema import APPLICATION_ID, FORMAT_VERSION, SCHEMA, StaleEpochError, StoreError
 
@@ -22,8 +25,11 @@ class EpochStore(StoreReader):
     """Epochs, events and settings. One writer at a time holds the file (the rebalancer locks it); the epoch check is
     the second fence.
 
+    ``damage``: what somebody did to the files meanwhile, None = nothing. ``loss``: what was acknowledged in an earlier
+    life and is not in the store, None = nothing.
+
     Raises StoreError when the file cannot be made, opened or written, StaleEpochError from any write once another
-    epoch has been registered.
+       epoch has been registered.
     """
 
     def __init__(
@@ -31,6 +37,8 @@ class EpochStore(StoreReader):
     ) -> None:
         self.path = Path(path)
         self._checkpointer: Checkpointer | None = None
+        self._acknowledged = Acknowledged(self.path)
+        self.damage: str | None = None
         self._connection = connect(self.path, read_only=False, timeout_s=timeout_s)
         try:
             with self._write_errors():
@@ -39,13 +47,34 @@ class EpochStore(StoreReader):
                 check_format(self._connection, self.path)
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute("PRAGMA synchronous = NORMAL")
+                self._custody = Custody(self.path)
+                self._data_version = self._version_of_data()
+                self.loss = self._start_note()
                 if background_checkpoint:
                     # Only a log of 100 MB, which the thread has not kept up with, is moved by the writer itself.
                     self._connection.execute("PRAGMA wal_autocheckpoint = 25000")
-                    self._checkpointer = Checkpointer(self.path)
-        except StoreError:
+                    self._checkpointer = Checkpointer(self.path, self._custody)
+        except StoreError as error:
             self._connection.close()
+            if self._acknowledged.read():
+                known = f"{self._acknowledged.windows} windows with {self._acknowledged.tokens} tokens"
+                raise StoreError(f"{error}; {known} had been acknowledged") from error
             raise
+
+    def _start_note(self) -> str | None:
+        (found,) = self._connection.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise StoreError(f"store {self.path}: truncated or damaged: {' '.join(found.split())}")
+        query = "SELECT counts, crc FROM windows"
+        unreadable = sum(zlib.crc32(counts) != crc for counts, crc in self._connection.execute(query))
+        states = self.rank_states()
+        windows, tokens = sum(state.num_windows for state in states), sum(state.tokens for state in states)
+        lost = self._acknowledged.start(windows, tokens)
+        if unreadable:
+            lost = f"{unreadable} rows of windows can't be read (overwritten)" + (
+                "" if lost is None else f"; {lost}"
+            )
+        return None if lost is None else f"store {self.path}: {lost}"
 
     def log_file(self) -> tuple[int, int] | None:
         """Device and inode of the write-ahead log, which holds what is not moved into the file yet; None without one.
@@ -62,6 +91,7 @@ class EpochStore(StoreReader):
         if self._checkpointer is not None:
             self._checkpointer.close()
             self._checkpointer = None
+        self._acknowledged.close()
         super().close()
 
     def _create(self) -> None:
@@ -75,7 +105,9 @@ class EpochStore(StoreReader):
     def _write_errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
+            if isinstance(error, StoreError):
+                raise
             raise StoreError(f"store {self.path}: cannot be written: {error}") from error
 
     @contextmanager
@@ -87,13 +119,33 @@ class EpochStore(StoreReader):
                     raise StaleEpochError(
                         f"store {self.path}: epoch {last} has taken over from epoch {epoch}"
                     )
+                self._check_files()
                 yield self._connection
                 self._connection.execute("COMMIT")
+                self._custody.note()
             except BaseException:
                 self._rolled_back()
                 with suppress(sqlite3.Error):
                     self._connection.execute("ROLLBACK")
+                if self.damage is None:
+                    self._custody.note()
                 raise
+
+    def _check_files(self) -> None:
+        """In a transaction, so that no other writer is at work: StoreError once somebody has damaged the files."""
+        if self.damage is None and self._custody.changed():
+            version, known = self._version_of_data(), self._data_version
+            self._data_version = version
+            if version == known:  # else another writer committed: its epoch says whether it may
+                self.damage = self._custody.damage()
+        if self.damage is not None:
+            raise StoreError(
+                f"store {self.path}: {self.damage}; nothing is stored or acknowledged until the rebalancer is "
+                "started again"
+            )
+
+    def _version_of_data(self) -> int:
+        return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
 
     def _rolled_back(self) -> None:
         """Nothing of the transaction was kept: what was remembered of it has to go."""

@@ -137,6 +137,9 @@ class HistoryStore(EpochStore):
             self._advance_ranks(connection, receipts, now)
             for (run, last_step), added in touched.items():
                 self._add_to_row(connection, run, last_step, added, epoch, now)
+        stored = [receipt.window.tokens for receipt in receipts if receipt.stored]
+        with self._write_errors():
+            self._acknowledged.add(len(stored), sum(stored))
         return receipts
 
     def _last_seqs(self, windows: Sequence[RankWindowRow]) -> dict[tuple[int, int], int]:
@@ -308,6 +311,7 @@ class HistoryStore(EpochStore):
         if removed:
             with self._write_errors():
                 self._connection.execute("PRAGMA incremental_vacuum(1024)").fetchall()
+                self._custody.note()
         return removed
 
     def _merge(

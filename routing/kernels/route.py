@@ -12,7 +12,7 @@ from evenroute.routing.kernels.deal import draw_tickets, pick_slots, replicas_of
 from evenroute.routing.kernels.outputs import order_by_payload, publish_histogram, store_columns
 from evenroute.routing.kernels.rows import ID_SHIFT, LAST_EXPERT, bias_at, softmax_parts
 from evenroute.routing.kernels.scores import FLOAT_MAX, clean_logit, inverse_key, reciprocal, score_of
-from evenroute.routing.kernels.types import Given, OutputPointers, Rows
+from evenroute.routing.kernels.types import Given, OutputPointers, RowTile
 
 HUGE_WEIGHT = tl.constexpr(2.0**120)
 HUGE_SHRINK = tl.constexpr(2.0**-8)
@@ -232,7 +232,7 @@ def route(
     if CONSTANTS.padding:
         valid_rows = tl.minimum(tl.load(num_valid_ptr), num_tokens)
     salt, started = start(tables_ptr, seed_ptr, rank_salt, lane, CONSTANTS)
-    # Rows are counted in 32 bits and addressed in 64.
+    # RowTile are counted in 32 bits and addressed in 64.
     number = pid * ROWS + tl.arange(0, ROWS)[None, :]
     place = number.to(tl.int64)
     exists = number < num_tokens
@@ -253,7 +253,7 @@ def route(
         largest, denominator = softmax_parts(logits, exists, LAYOUT, SCORE)
     payloads = tables_ptr + CONSTANTS.payload_column
     ready = started & live
-    row = Rows(
+    row = RowTile(
         place, logits, bias, marked_ptr, payloads, marked, exists, live, ready, lane, largest, denominator
     )
 

@@ -1,6 +1,6 @@
 """What the kernels are compiled for, and what a program knows of its rows: tuples with names.
 
-`RouteConstants` is the one constant of `route`; its parts are handed on to the steps that need them. `Rows` is made
+`RouteConstants` is the one constant of `route`; its parts are handed on to the steps that need them. `RowTile` is made
 inside the kernel and holds tensors.
 """
 
@@ -192,7 +192,7 @@ class RouteConstants(NamedTuple):
         return self.table.static_payload if self.mode.pick == "slot" else self.table.replica_payload
 
 
-class Rows(NamedTuple):
+class RowTile(NamedTuple):
     """The rows of a program: tensors [1, rows], but for `lane` and `ready` [32, rows] and two pointers.
 
     number              place in the batch, int64

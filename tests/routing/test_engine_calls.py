@@ -212,6 +212,19 @@ def test_an_engine_s_fused_shared_column(backend: str) -> None:
     assert counted(mine) == [1, 1, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0]
 
 
+@BOTH
+def test_weights_that_are_kept_pass_their_gradient_on(backend: str) -> None:
+    """Every column that is a choice, shared ones too, has gradient 1 of its own weight, and no other's."""
+    mine = router(backend, 1, ("static", "exact"), routed_scaling_factor=2.5)
+    ids = torch.tensor([[5, 0, 7, E], [1, 2, -1, -1]], device=DEVICE)
+    weights = torch.rand(2, 4).to(DEVICE).requires_grad_()
+    out = mine(None, 0, logical_ids=ids, weights=weights, keep_weights=True)
+    factors = torch.arange(1.0, 9.0, device=DEVICE).view(2, 4)
+    (out.weights * factors).sum().backward()
+    assert weights.grad is not None
+    assert torch.equal(weights.grad, torch.where(ids >= 0, factors, 0.0))
+
+
 def test_a_given_choice_compiles_whole() -> None:
     mine, plain = router("reference", 1), router("reference", 1)
     if DEVICE != "cpu":

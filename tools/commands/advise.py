@@ -65,7 +65,7 @@ def advise(
 
     from evenroute.eplb.analysis.advice import advise as make_advice
     from evenroute.eplb.analysis.measures import HARDWARE, AdviceSettings
-    from evenroute.eplb.files.whole import require_whole
+    from evenroute.eplb.loads.whole import require_whole
     from evenroute.tools.in_use import recorded_redundancy
     from evenroute.tools.inputs import expert_size, known_model, open_loads
 

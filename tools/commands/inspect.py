@@ -155,6 +155,7 @@ def _pictures(histories: list[History], settings: Settings) -> None:
 
 
 def _show(result: dict[str, Any], settings: Settings) -> None:
+    from evenroute.tools.report import detail as report_detail
     from evenroute.tools.report import text as report_text
 
     if settings.as_json:
@@ -164,13 +165,13 @@ def _show(result: dict[str, Any], settings: Settings) -> None:
         return
     console = report_text.console()
     if "diff" in result:
-        console.print(report_text.diff(result["diff"]))
+        console.print(report_detail.diff(result["diff"]))
         return
     sources = result["sources"]
     for facts in sources if len(sources) == 1 else []:
         console.print(report_text.summary(facts, console.width))
     if len(sources) > 1:
-        console.print(report_text.comparison(sources))
+        console.print(report_detail.comparison(sources))
         for facts in sources:
             if "plan" in facts:
                 console.print(
@@ -179,7 +180,7 @@ def _show(result: dict[str, Any], settings: Settings) -> None:
     for facts in sources:
         if "layer" in facts:
             console.print()
-            console.print(report_text.layer_detail(facts["layer"], console.width))
+            console.print(report_detail.layer_detail(facts["layer"], console.width))
     for path in (settings.html, settings.png):
         if path is not None:
             console.print(f"wrote {path}")

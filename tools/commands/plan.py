@@ -77,7 +77,7 @@ def plan(
     png: Annotated[Path | None, typer.Option(help="Plot balancedness against moved slots.")] = None,
 ) -> None:
     """Plan a placement: predicted balancedness, moved slots, and why."""
-    from evenroute.eplb.files.whole import require_whole
+    from evenroute.eplb.loads.whole import require_whole
     from evenroute.eplb.placement.file import load_placement, save_placement
     from evenroute.eplb.placement.topology import check_plan_numbers
     from evenroute.eplb.planner.plan import plan_placement

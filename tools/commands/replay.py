@@ -71,7 +71,7 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Replay a history: balancedness over time, moves, bytes and step time, for one or many settings."""
-    from evenroute.eplb.files.whole import require_whole
+    from evenroute.eplb.loads.whole import require_whole
     from evenroute.tools.inputs import expert_size, known_model, number_list, open_loads
 
     sources = open_loads(loads, num_experts=num_experts, layout=layout)

@@ -1,1 +1,12 @@
-"""Text, pages and pictures that commands print or write."""
+"""Text, pages and pictures that commands print or write.
+
+text       tables of inspect
+detail     its tables of one layer and of a difference
+words      figures and names as all commands show them
+page       the page of --html
+pictures   its data, and --png
+facts      what inspect gathers
+advice     the text of advise
+replay     the table of replay
+top        the screen of top
+"""

@@ -15,7 +15,8 @@ from evenroute.dist.protocol.job_start import StartedJob
 from evenroute.dist.protocol.rank import RankConfig, RankCore
 from evenroute.dist.rank.counts import CountTaker
 from evenroute.dist.rank.thread import AgentThread
-from evenroute.dist.wire.messages import JobShape, pack_placement
+from evenroute.dist.wire.messages import JobShape
+from evenroute.dist.wire.placement import pack_placement
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters

@@ -6,109 +6,26 @@ EVENROUTE_FUZZ_FRAMES for another number).
 
 import os
 import random
-from collections import deque
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from evenroute.dist.config import PlannerSettings, RebalancerConfig, RebalancerSettings
-from evenroute.dist.protocol.agreement import Version
 from evenroute.dist.protocol.types import Phase
-from evenroute.dist.rebalancer.process import Rebalancer
 from evenroute.dist.wire.control import RecordRead, RecordStart, RecordStop, StatusRequest, encode_control
 from evenroute.dist.wire.keys import LOCAL_ROLE
-from evenroute.dist.wire.link import Received
-from evenroute.dist.wire.messages import JobShape, RankStatus, RankWindow, Rows, SnapshotRequest, encode
+from evenroute.dist.wire.messages import Rows, SnapshotRequest, encode
 from evenroute.dist.wire.placement import pack_placement
 from evenroute.dist.wire.recording import RecordReport
-from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.placement.topology import Topology
+from support.fake_daemon import JOB, RUN, START, bring_up, deliver, make_daemon, status, window
 
-JOB = JobShape(2, 4, 6, 2, 1, 2, False, "fuzz")
-START = Version.of((0, 0), Placement.initial(2, 4, 6, Topology(2)))
-RUN = 77
 REFUSALS = ("rejected_decode", "rejected_content", "rejected_role", "windows_rejected")
-
-
-class FakeLink:
-    """A `RouterLink` without a socket."""
-
-    endpoint = "ipc://fuzz"
-    zap = None
-    dropped = malformed = 0
-
-    def __init__(self):
-        self.incoming = deque()
-        self.sent = []
-
-    def receive(self, limit):
-        while self.incoming:
-            yield self.incoming.popleft()
-
-    def send(self, peer, frame, *, control=False):
-        self.sent.append((peer, frame, control))
-        return True
-
-    def close(self):
-        pass
-
-
-def give_fake_link(made):
-    made._link.close()
-    made._link = made._ranks._link = FakeLink()
 
 
 @pytest.fixture
 def daemon(tmp_path):
-    settings = RebalancerSettings(
-        bind=f"ipc://{tmp_path}/r.sock", store=str(tmp_path / "run.db"), log_level="error"
-    )
-    config = RebalancerConfig(settings, PlannerSettings(enabled=False))
-    made = Rebalancer(config)
-    give_fake_link(made)
+    made = make_daemon(tmp_path)
     yield made
     made._release()
-
-
-def deliver(daemon, frame, *, control=False, peer=b"p", role=LOCAL_ROLE):
-    daemon._link.incoming.append(Received(peer, role, control, frame))
-    daemon._turn(1.0)
-    daemon._ranks.store()
-
-
-def status(daemon, rank, **changes):
-    keys = np.zeros((2, 2), "<i8").tobytes()
-    digests = np.array(START.row_digests, "<i8").tobytes()
-    fence = daemon.core.epoch
-    fields = {"vote": 0, "held": (0, 0), "held_digest": START.digest, "token": daemon.core._token, **changes}
-    return RankStatus(
-        RUN,
-        rank,
-        JOB,
-        fields.pop("vote"),
-        fields.pop("held"),
-        fields.pop("held_digest"),
-        fence,
-        keys,
-        digests,
-        **fields,
-    )
-
-
-def bring_up(daemon):
-    """A running job of two ranks, each with one window stored."""
-    deliver(daemon, encode(SnapshotRequest(0, 1, JOB)))
-    for rank in (0, 1):
-        deliver(daemon, encode(status(daemon, rank)), peer=bytes([rank]))
-    for rank in (0, 1):
-        deliver(daemon, encode(window(rank, 1)), peer=bytes([rank]))
-    assert daemon.core.phase is Phase.SERVING
-    assert daemon.core.counters.windows_stored == 2
-
-
-def window(rank, seq):
-    return RankWindow(RUN, rank, seq, 10 * (seq - 1), 10 * seq - 1, 8, np.full((2, 4), 4, "<i8").tobytes())
 
 
 def corpus(daemon):
@@ -223,12 +140,7 @@ def daemons(tmp_path):
     def make(number):
         folder = tmp_path / str(number)
         folder.mkdir()
-        settings = RebalancerSettings(
-            bind=f"ipc://{folder}/r.sock", store=str(folder / "run.db"), log_level="error"
-        )
-        made = Rebalancer(RebalancerConfig(settings, PlannerSettings(enabled=False)))
-        give_fake_link(made)
-        return made
+        return make_daemon(folder)
 
     return make
 

@@ -1,5 +1,7 @@
 """The planner in its own process: a plan comes back; exception, hang, crash and garbage are told apart and survived."""
 
+import os
+import textwrap
 import time
 
 import numpy as np
@@ -93,3 +95,35 @@ def test_a_request_and_its_reading_never_wait(planner, tmp_path):
     assert time.monotonic() - began < 1.5 * patience(), "less than the plan's limit"
     planner.close()
     assert planner.pid is None
+
+
+COMPILES = """
+    import numba, numpy as np
+    from support.stub_planner import plan as greedy
+
+    @numba.njit
+    def slow_to_compile(values):
+        total = np.zeros(3)
+        for row in values:
+            total += np.sort(row)[:3] + np.quantile(row, 0.3) + np.median(row) + np.argsort(row)[:3]
+        return total
+
+    def plan(loads, **options):
+        slow_to_compile(loads)
+        return greedy(loads, **options)
+"""
+
+
+def test_compilation_never_counts_against_the_time_limit(tmp_path, monkeypatch):
+    (tmp_path / "compiles.py").write_text(textwrap.dedent(COMPILES))
+    path = os.pathsep.join([str(tmp_path), child_environment()["PYTHONPATH"]])
+    monkeypatch.setenv("PYTHONPATH", path)
+    limit_s = 0.4 * patience()
+    made = PlannerProcess(limit_s, "compiles:plan")
+    try:
+        began = time.monotonic()
+        assert plan_now(made, request(1, function="compiles:plan")).cycle == 1
+        assert time.monotonic() - began > limit_s, "it took longer than the limit, and was not stopped"
+        assert plan_now(made, request(2, function="compiles:plan")).cycle == 2
+    finally:
+        made.close()
