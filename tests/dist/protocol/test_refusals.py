@@ -16,7 +16,6 @@ from evenroute.dist.wire.messages import (
     MessageError,
     Refusal,
     RowsRequest,
-    Token,
     decode_down,
     encode,
 )
