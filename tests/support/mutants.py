@@ -17,6 +17,7 @@ import importlib.abc
 import importlib.util
 import os
 import random
+import resource
 import signal
 import sys
 import time
@@ -42,7 +43,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
 }
 LEFT_OUT = ("*/__init__.py", "*/warm_up.py", _PROTOCOL + "fuzz.py", _PROTOCOL + "simulator.py",
             _PROTOCOL + "agreement_exhaustive.py", _PLANNER + "deepseek_tensors.py")  # fmt: skip
-LIMIT_S = 30.0  # a mutant may take ten times as long as its tests do, and this
+LEAST_LIMIT_S = 8.0  # a mutant may use three times the CPU that its tests do, and this
 
 _COMPARE = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -240,54 +241,56 @@ def _run_tests(tests: Sequence[str], mutant: Mutant | None) -> int:
     return int(pytest.main([*options, "--rootdir", str(ROOT), *(str(ROOT / test) for test in tests)]))
 
 
-def _start(tests: Sequence[str], mutant: Mutant | None) -> int:
+def _start(tests: Sequence[str], mutant: Mutant | None, cpu_s: int) -> int:
     """Fork a process that runs the tests; its pid. No threads here: a lock that one held would stay shut there."""
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
             status = _run_tests(tests, mutant)
         finally:
             os._exit(status)
     return pid
 
 
-def _wait(running: dict[int, float]) -> tuple[int, bool]:
-    """The first of these processes (pid: until when) that is done, and whether its tests passed."""
+def _wait(running: dict[int, float]) -> tuple[int, bool, float]:
+    """The first of these processes (pid: until when) that is done, whether its tests passed, its CPU seconds."""
     while True:
         for pid, until in running.items():
-            done, status = os.waitpid(pid, os.WNOHANG)
+            done, status, used = os.wait4(pid, os.WNOHANG)
             if done:
-                return pid, os.waitstatus_to_exitcode(status) == 0
+                return pid, os.waitstatus_to_exitcode(status) == 0, used.ru_utime + used.ru_stime
             if time.monotonic() > until:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-                return pid, False
+                return pid, False, 0.0
         time.sleep(0.02)
 
 
-def _limit(tests: Sequence[str]) -> float:
-    """Seconds that these tests may take with a fault; ValueError if they fail without one."""
-    started = time.monotonic()
-    if not _wait({_start(tests, None): started + 900.0})[1]:
+def _limits(tests: Sequence[str]) -> tuple[int, float]:
+    """Seconds of CPU and of time that these tests may take with a fault; ValueError if they fail without one."""
+    began = time.monotonic()
+    _, passed, used = _wait({_start(tests, None, 900): began + 900.0})
+    if not passed:
         raise ValueError(f"{' '.join(tests)}: fail without a fault")
-    return LIMIT_S + 10 * (time.monotonic() - started)
+    return round(LEAST_LIMIT_S + 3 * used), LEAST_LIMIT_S + 20 * (time.monotonic() - began)
 
 
 def _verdicts(chosen: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, bool]]:
     """Each mutant, and whether the tests passed all the same; in the order in which they end."""
-    limits: dict[tuple[str, ...], float] = {}
+    limits: dict[tuple[str, ...], tuple[int, float]] = {}
     running: dict[int, tuple[Mutant, float]] = {}
     waiting = list(reversed(chosen))
     while waiting or running:
         while waiting and len(running) < jobs:
             tests = tuple(_tests_of(waiting[-1].path))
             if tests not in limits:
-                limits[tests] = _limit(tests)
-            mutant = waiting.pop()
-            running[_start(tests, mutant)] = (mutant, time.monotonic() + limits[tests])
-        pid, passed = _wait({pid: until for pid, (_, until) in running.items()})
+                limits[tests] = _limits(tests)
+            mutant, (cpu_s, limit_s) = waiting.pop(), limits[tests]
+            running[_start(tests, mutant, cpu_s)] = (mutant, time.monotonic() + limit_s)
+        pid, passed, _ = _wait({pid: until for pid, (_, until) in running.items()})
         yield running.pop(pid)[0], passed
 
 
