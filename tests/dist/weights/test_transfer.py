@@ -226,7 +226,7 @@ def test_many_replicas_leave_no_sender_busier_than_needed() -> None:
     topology = Topology(6)
     for seed in range(150):
         rng = np.random.default_rng(seed)
-        live, target = (random_row(rng, 14, 36, 6) for _ in range(2))
+        live, target = (random_row(rng, 30, 48, 6) for _ in range(2))
         receives = [receive for one in plan_transfer(live, target, topology).rounds for receive in one]
         sends = Counter(receive.source_rank for receive in receives)
         assert max(sends.values()) == _fewest_sends(receives, live, topology), seed
