@@ -12,8 +12,14 @@ from numpy.typing import NDArray
 
 from evenroute.dist.wire.messages import JobShape
 from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.store.schema import JobRow, PublishedPlacement, RankWindowRow, StaleEpochError, StoreError
-from evenroute.eplb.store.writer import Receipt
+from evenroute.eplb.store.schema import (
+    JobRow,
+    PublishedPlacement,
+    RankWindowRow,
+    Receipt,
+    StaleEpochError,
+    StoreError,
+)
 
 __all__ = [
     "JobRow",

@@ -23,7 +23,7 @@ from evenroute.dist.rebalancer.planner import (
     plan_request,
 )
 from evenroute.dist.rebalancer.planner_child import PlanRequest
-from evenroute.dist.wire.address import check_bind, parse_address
+from evenroute.dist.wire.address import Address, check_bind, parse_address
 from evenroute.dist.wire.keys import KNOWN_KEYS, ROLES, SERVER_FILE, load_server_keys
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
@@ -31,6 +31,7 @@ from evenroute.eplb.store.schema import APPLICATION_ID
 
 MAX_TRIAL_GROUPS = 512
 _TRIAL_RANKS = 2
+STORE_FIELD = "rebalancer.store (--store)"
 
 
 def check_host(config: RebalancerConfig, *, try_planner: bool = False) -> list[str]:
@@ -215,3 +216,11 @@ def _trial_request(planner: PlannerSettings) -> PlanRequest:
     experts = 4 * planner.num_groups
     current = Placement.initial(1, experts, experts + _TRIAL_RANKS, Topology(_TRIAL_RANKS))
     return plan_request(planner, 1, np.arange(1.0, experts + 1.0)[None], current)
+
+
+def lock_paths(store: str, address: Address) -> list[tuple[str, Path]]:
+    """What one rebalancer alone may use, each with its setting: the store, and the socket's file if it has one."""
+    paths = [(STORE_FIELD, Path(store))]
+    if address.ipc_path is not None:
+        paths.append(("rebalancer.bind (--bind)", address.ipc_path))
+    return paths

@@ -27,7 +27,7 @@ from evenroute.dist.wire.placement import pack_placement, unpack_placement
 from evenroute.eplb.loads.balance import Balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.eplb.planner.joint import Expected
+from evenroute.eplb.planner.history.expected import Expected
 from evenroute.eplb.planner.policy import PolicySettings, Question, RebalancePolicy, answer
 
 LENGTH_BYTES = 4

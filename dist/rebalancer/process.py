@@ -27,14 +27,14 @@ from evenroute.dist.protocol.types import Phase, Timeouts
 from evenroute.dist.rebalancer.control import ControlService
 from evenroute.dist.rebalancer.decisions import policy_settings
 from evenroute.dist.rebalancer.guards import FileWatch, JobGate, JobLock
-from evenroute.dist.rebalancer.host_checks import check_host
+from evenroute.dist.rebalancer.host_checks import STORE_FIELD, check_host, lock_paths
 from evenroute.dist.rebalancer.log import LimitedLog, set_up_logging
 from evenroute.dist.rebalancer.metrics import MetricsServer
 from evenroute.dist.rebalancer.plan_cycle import PlanCycle
 from evenroute.dist.rebalancer.recording import Recorder
 from evenroute.dist.rebalancer.status import InUseLog, StatusBuilder
 from evenroute.dist.rebalancer.traffic import RankTraffic
-from evenroute.dist.wire.address import Address, parse_address
+from evenroute.dist.wire.address import parse_address
 from evenroute.dist.wire.control import RebalancerStatus, encode_control
 from evenroute.dist.wire.keys import load_server_keys
 from evenroute.dist.wire.link import RouterLink
@@ -46,7 +46,6 @@ __all__ = ["Rebalancer", "run_rebalancer"]
 
 logger = logging.getLogger("evenroute.dist.rebalancer")
 
-_STORE_FIELD = "rebalancer.store (--store)"
 _TICK_S = 0.1
 _STATUS_EVERY_S = 1.0
 _HOUSEKEEPING_S = 5.0
@@ -60,7 +59,7 @@ class Rebalancer:
         settings = config.rebalancer
         self.config = config
         self.address = parse_address(settings.bind, field="rebalancer.bind (--bind)")
-        self._lock = JobLock(_lock_paths(settings.store, self.address), take_over=take_over)
+        self._lock = JobLock(lock_paths(settings.store, self.address), take_over=take_over)
         self._metrics: MetricsServer | None = None
         self._link: RouterLink | None = None
         self._store: HistoryStore | None = None
@@ -74,7 +73,7 @@ class Rebalancer:
     def _open(self, now: float) -> None:
         settings, security = self.config.rebalancer, self.config.security
         Path(settings.store).touch(mode=0o600)  # for this user alone, as the ipc socket
-        self._lock.hold_store(_STORE_FIELD, Path(settings.store))
+        self._lock.hold_store(STORE_FIELD, Path(settings.store))
         self._store = HistoryStore(Path(settings.store), background_checkpoint=True)
         if self._store.loss is not None:
             logger.error("%s", self._store.loss)
@@ -334,13 +333,6 @@ class Rebalancer:
             with suppress(FileNotFoundError):
                 Path(self.config.rebalancer.ready_file).unlink()
         self._lock.release()
-
-
-def _lock_paths(store: str, address: Address) -> list[tuple[str, Path]]:
-    paths = [(_STORE_FIELD, Path(store))]
-    if address.ipc_path is not None:
-        paths.append(("rebalancer.bind (--bind)", address.ipc_path))
-    return paths
 
 
 def run_rebalancer(config: RebalancerConfig, *, take_over: bool = False) -> int:

@@ -11,10 +11,10 @@ from evenroute.eplb._checks import as_integer, describe, is_number, require_inst
 from evenroute.eplb.loads.balance import placement_balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.planner.full import full_placement
+from evenroute.eplb.planner.history.robust import plan_windows
+from evenroute.eplb.planner.history.windows import COMBINATIONS, validate_windows
 from evenroute.eplb.planner.layers import check_num_threads
 from evenroute.eplb.planner.moves import MoveLimits, moved_placement
-from evenroute.eplb.planner.robust import plan_windows
-from evenroute.eplb.planner.windows import COMBINATIONS, validate_windows
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.loads.balance import Balancedness, slot_loads
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.shares import divide_evenly
 from evenroute.eplb.planner.budget import Hulls, Limits, Paths, choose_points, spend_leftover
 from evenroute.eplb.planner.full import full_placement
+from evenroute.eplb.planner.history.expected import Expected
 from evenroute.eplb.planner.kernels.align import align, keep_places
 from evenroute.eplb.planner.kernels.joint import joint_path
 from evenroute.eplb.planner.kernels.moves import replay
@@ -19,7 +19,6 @@ from evenroute.eplb.planner.kernels.spread import joint_shares, round_parts
 from evenroute.eplb.planner.kernels.two_modes import find_kinds
 from evenroute.eplb.planner.layers import normalized, over_layers
 from evenroute.eplb.planner.moves import MoveLimits, RankCap, exact_shares, moved_placement
-from evenroute.eplb.planner.windows import frequencies
 
 Floats = NDArray[np.float64]
 
@@ -37,51 +36,6 @@ FULL_LEVELS = (
 )  # one search from another: where one is stuck the next is not
 SWEEPS, SHARE_SWEEPS, FULL_SHARE_SWEEPS = 2, 30, 200
 GOOD_ENOUGH = 0.9995  # expected balancedness of a layer that a full plan searches no further
-
-
-@dataclass(frozen=True, eq=False)
-class Expected:
-    """What is planned for: windows ``[W, L, E]`` of loads and their weights ``[W]``, how likely each comes next."""
-
-    windows: Floats
-    weights: Floats
-
-    def balancedness(self, placement: Placement) -> Balancedness:
-        """Weighted mean over windows, per layer; a layer without load in any of them is "no data"."""
-        rows = placement.physical_to_logical
-        parts = slot_loads(np.ones((len(rows), placement.num_logical_experts)), placement)
-        layers = np.arange(len(rows))[:, None]
-        has = np.asarray(self.windows.any(axis=2))
-        hottest = np.ones(has.shape)  # in mean rank loads
-        for window, loads in enumerate(self.windows):
-            largest = loads.max(axis=1, keepdims=True)
-            scaled = loads / np.where(largest > 0, largest, 1.0)
-            ranks = (
-                (scaled[layers, rows] * parts).reshape(len(rows), placement.topology.ep_size, -1).sum(axis=2)
-            )
-            mean = np.where(has[window], ranks.mean(axis=1), 1.0)
-            hottest[window] = np.where(has[window], ranks.max(axis=1), 1.0) / mean
-        weights = np.where(has, self.weights[:, None], 0.0)
-        total = weights.sum(axis=0)
-        known = total > 0
-        weights = weights / np.where(known, total, 1.0)
-        per_layer = (weights / hottest).sum(axis=0)
-        if not known.any():
-            return Balancedness(per_layer, known, None, None, None, None)
-        worst = int(np.where(known, per_layer, np.inf).argmin())
-        return Balancedness(
-            per_layer,
-            known,
-            float(per_layer[known].mean()),
-            float(per_layer[worst]),
-            worst,
-            float(known.sum() / (weights * hottest).sum(axis=0)[known].sum()),
-        )
-
-    def mean_loads(self) -> Floats:
-        """Weighted mean of the windows' frequencies, ``[L, E]``."""
-        known = self.windows.any(axis=2) * self.weights[:, None]
-        return np.asarray((frequencies(self.windows) * known[:, :, None]).sum(axis=0))
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,13 +16,14 @@ from evenroute.eplb.placement.topology import Topology, check_plan_numbers
 from evenroute.eplb.planner.auto import Candidate, best_candidate, score_of
 from evenroute.eplb.planner.backtest import backtest
 from evenroute.eplb.planner.full import check_hierarchical, full_placement, node_bound, spill_from_nodes
-from evenroute.eplb.planner.joint import Expected, full_joint_placement, joint_placement
+from evenroute.eplb.planner.history.expected import Expected
+from evenroute.eplb.planner.history.memory import WindowMemory
+from evenroute.eplb.planner.history.robust import plan_windows
+from evenroute.eplb.planner.history.windows import COMBINATIONS, sampling_loss, validate_windows
+from evenroute.eplb.planner.joint import full_joint_placement, joint_placement
 from evenroute.eplb.planner.layers import check_num_threads
 from evenroute.eplb.planner.locality import crossing_fraction, localize, validate_source_loads
-from evenroute.eplb.planner.memory import WindowMemory
 from evenroute.eplb.planner.moves import MoveCost, MoveLimits, moved_placement
-from evenroute.eplb.planner.robust import plan_windows
-from evenroute.eplb.planner.windows import COMBINATIONS, sampling_loss, validate_windows
 
 logger = logging.getLogger("evenroute.eplb.planner")
 

@@ -14,17 +14,17 @@ from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.cost import TimeCosts
 from evenroute.eplb.planner.full import check_hierarchical
+from evenroute.eplb.planner.history.expected import Expected
+from evenroute.eplb.planner.history.memory import MAX_KINDS, WindowMemory
+from evenroute.eplb.planner.history.windows import frequencies, sampling_loss
 from evenroute.eplb.planner.joint import (
-    Expected,
     full_joint_placement,
     joint_placement,
     joint_shares_placement,
     node_bars,
 )
 from evenroute.eplb.planner.layers import check_num_threads
-from evenroute.eplb.planner.memory import MAX_KINDS, WindowMemory
 from evenroute.eplb.planner.plan import Plan
-from evenroute.eplb.planner.windows import frequencies, sampling_loss
 
 BUDGET_WINDOWS = 20  # over any that many windows in a row the mean of moved slots keeps to max_move_fraction
 

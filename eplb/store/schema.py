@@ -237,3 +237,12 @@ def placement_from_blobs(
     if placement.digest() != digest:
         raise StoreError("store: a placement does not match its digest: truncated or damaged")
     return placement
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What became of one received window: stored now or known already, and how many before it never came."""
+
+    window: RankWindowRow
+    stored: bool
+    missing_before: int

@@ -10,7 +10,7 @@ import sqlite3
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ from evenroute.eplb.store.schema import (
     PublishedPlacement,
     RankState,
     RankWindowRow,
+    Receipt,
     StaleEpochError,
     StoreError,
     WindowRow,
@@ -54,15 +55,6 @@ _RANKS_A_QUERY = 64
 _LAST_SEQS = (
     f"SELECT rank, last_seq FROM rank_state WHERE run = ? AND rank IN ({', '.join('?' * _RANKS_A_QUERY)})"
 )
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """What became of one received window: stored now or known already, and how many before it never came."""
-
-    window: RankWindowRow
-    stored: bool
-    missing_before: int
 
 
 class HistoryStore(EpochStore):

@@ -43,10 +43,10 @@ from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner import deepseek
 from evenroute.eplb.planner.backtest import backtest
 from evenroute.eplb.planner.elastic import plan_elastic
+from evenroute.eplb.planner.history.windows import combine_windows, tokens_needed, validate_windows
 from evenroute.eplb.planner.moves import MoveCost, MoveLimits
 from evenroute.eplb.planner.plan import figure, plan_placement
 from evenroute.eplb.planner.policy import PolicySettings, RebalancePolicy
-from evenroute.eplb.planner.windows import combine_windows, tokens_needed, validate_windows
 from support.refusals import refused
 
 L, E, P, R = 2, 8, 12, 4

@@ -80,6 +80,7 @@ def status(daemon, rank, **changes):
         RUN,
         rank,
         JOB,
+        rank + 1,  # its identity
         fields.pop("vote"),
         fields.pop("held"),
         fields.pop("held_digest"),

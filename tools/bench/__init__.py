@@ -3,9 +3,7 @@
 options             flags of router, migration and ep, without torch
 router              one routing launch, in parts and on worst inputs
 planner             real changes of workload, by policy
-planner_time        how long plans take
-planner_check       a plan against one by an integer program
-planner_baseline    the planner that engines use, for comparison
+planning            its parts
 transport           many simulated ranks against one rebalancer
 migration           step time while experts move
 migration_failures  a killed rank, a stalled rank, damaged weights

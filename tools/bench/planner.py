@@ -27,13 +27,13 @@ from evenroute.eplb.planner.kernels.pack import full_plan
 from evenroute.eplb.planner.layers import normalized, over_layers
 from evenroute.eplb.planner.moves import MoveLimits, exact_shares, moved_placement
 from evenroute.eplb.planner.warm_up import warm_up
-from evenroute.tools.bench.planner_baseline import greedy_plan, greedy_plan_layers_at_once
-from evenroute.tools.bench.planner_check import judge, linear_programme, moved
-from evenroute.tools.bench.planner_next import next_windows, synthetic_loads
-from evenroute.tools.bench.planner_peers import Peer, open_peers
-from evenroute.tools.bench.planner_rows import Clock, Row, at_least, at_most, note, show
-from evenroute.tools.bench.planner_skewed import decision_time, layout, sizes, skewed
-from evenroute.tools.bench.planner_time import chains, drift, stationary
+from evenroute.tools.bench.planning.baseline import greedy_plan, greedy_plan_layers_at_once
+from evenroute.tools.bench.planning.check import judge, linear_programme, moved
+from evenroute.tools.bench.planning.next import next_windows, synthetic_loads
+from evenroute.tools.bench.planning.peers import Peer, open_peers
+from evenroute.tools.bench.planning.rows import Clock, Row, at_least, at_most, note, show
+from evenroute.tools.bench.planning.skewed import decision_time, layout, sizes, skewed
+from evenroute.tools.bench.planning.time import chains, drift, stationary
 
 Loads = NDArray[np.float64]
 

@@ -115,7 +115,7 @@ def other_placement():
 
 def live(daemon):
     """The rebalancer learns the rows that the ranks route with."""
-    deliver(daemon, encode(Rows(RUN, 0, 0, pack_placement(START.placement))))
+    deliver(daemon, encode(Rows(RUN, 0, 0, pack_placement(START.placement))), peer=b"\0")
 
 
 def settle(daemon, digest):

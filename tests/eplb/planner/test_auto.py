@@ -7,10 +7,10 @@ from evenroute.eplb.loads.balance import balancedness, rank_loads
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.backtest import backtest
+from evenroute.eplb.planner.history.windows import by_phase, combine_windows, sampling_loss, tokens_needed
 from evenroute.eplb.planner.locality import crossing_fraction
 from evenroute.eplb.planner.plan import plan_placement
 from evenroute.eplb.planner.warm_up import warm_up
-from evenroute.eplb.planner.windows import by_phase, combine_windows, sampling_loss, tokens_needed
 from support.planning import plain_check
 
 RANDOM = np.random.default_rng(5)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.full import full_placement, respects_groups
-from evenroute.eplb.planner.joint import Expected, full_joint_placement, joint_placement, node_bars
+from evenroute.eplb.planner.history.expected import Expected
+from evenroute.eplb.planner.joint import full_joint_placement, joint_placement, node_bars
 from evenroute.eplb.planner.kernels.two_modes import find_kinds
 from evenroute.eplb.planner.plan import plan_placement
 from support.planning import plain_check, plain_moves

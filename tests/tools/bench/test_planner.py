@@ -9,11 +9,11 @@ from evenroute.eplb.loads.balance import placement_balancedness
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.plan import plan_placement
 from evenroute.tools.bench.planner import main
-from evenroute.tools.bench.planner_baseline import greedy_plan, greedy_plan_layers_at_once
-from evenroute.tools.bench.planner_check import judge, linear_programme, moved
-from evenroute.tools.bench.planner_next import TRACES, follow_peer, mixtures, synthetic_loads, trace
-from evenroute.tools.bench.planner_peers import open_peers
-from evenroute.tools.bench.planner_time import drift, stationary
+from evenroute.tools.bench.planning.baseline import greedy_plan, greedy_plan_layers_at_once
+from evenroute.tools.bench.planning.check import judge, linear_programme, moved
+from evenroute.tools.bench.planning.next import TRACES, follow_peer, mixtures, synthetic_loads, trace
+from evenroute.tools.bench.planning.peers import open_peers
+from evenroute.tools.bench.planning.time import drift, stationary
 
 
 def test_the_judge_counts_like_the_planner_and_refuses_bad_placements() -> None:

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.full import full_placement
-from evenroute.eplb.planner.joint import Expected, full_joint_placement
+from evenroute.eplb.planner.history.expected import Expected
+from evenroute.eplb.planner.joint import full_joint_placement
 from evenroute.eplb.planner.moves import MoveLimits, moved_placement
 from evenroute.eplb.planner.policy import PolicySettings, RebalancePolicy
-from evenroute.tools.bench.planner_check import judge, moved
-from evenroute.tools.bench.planner_peers import Peer
-from evenroute.tools.bench.planner_rows import Row, at_least, at_most, note
+from evenroute.tools.bench.planning.check import judge, moved
+from evenroute.tools.bench.planning.peers import Peer
+from evenroute.tools.bench.planning.rows import Row, at_least, at_most, note
 
 Loads = NDArray[np.float64]
 

@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.full import full_placement
-from evenroute.eplb.planner.joint import Expected, full_joint_placement
+from evenroute.eplb.planner.history.expected import Expected
+from evenroute.eplb.planner.joint import full_joint_placement
 from evenroute.eplb.planner.moves import MoveLimits, moved_placement
 from evenroute.eplb.planner.policy import RebalancePolicy
-from evenroute.tools.bench.planner_baseline import greedy_plan
-from evenroute.tools.bench.planner_check import judge, moved
-from evenroute.tools.bench.planner_next import score, start_of
-from evenroute.tools.bench.planner_peers import Peer
-from evenroute.tools.bench.planner_rows import Clock, Row, at_least, at_most
+from evenroute.tools.bench.planning.baseline import greedy_plan
+from evenroute.tools.bench.planning.check import judge, moved
+from evenroute.tools.bench.planning.next import score, start_of
+from evenroute.tools.bench.planning.peers import Peer
+from evenroute.tools.bench.planning.rows import Clock, Row, at_least, at_most
 
 Loads = NDArray[np.float64]
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from evenroute.eplb.planner.memory import WindowMemory
+from evenroute.eplb.planner.history.memory import WindowMemory
 
 
 def loads(seed: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from evenroute.eplb.loads.balance import placement_balancedness
 from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.planner.windows import combine_windows, frequencies
+from evenroute.eplb.planner.history.windows import combine_windows, frequencies
 
 Planner = Callable[[NDArray[np.float64]], Placement]
 ROBUST_ROUNDS = 5

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.planner.windows import frequencies
+from evenroute.eplb.planner.history.windows import frequencies
 
 Counts = NDArray[np.float64]
 
