@@ -10,7 +10,6 @@ process imports the changed module and runs the tests that TARGETS names for it.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import fnmatch
 import importlib.abc
@@ -21,11 +20,11 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from support.mutant_faults import ROOT, Mutant, mutants_of, mutated
+
 JUDGED = ROOT / "tests/support/mutants.md"
 
 _PROTOCOL = "tests/dist/protocol/test_"
@@ -39,147 +38,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "dist/wire/received.py": ("tests/dist/wire/test_messages.py", _PROTOCOL + "re*.py"),
     "dist/weights/transfer.py": ("tests/dist/weights/test_transfer.py",),
     "eplb/store/*.py": ("tests/eplb/store/test_*.py",),
-    "eplb/planner/*.py": (_PLANNER + "*.py",),
+    "eplb/planner/history/*.py": ("tests/eplb/planner/history/test_*.py", _PLANNER + "*.py"),
+    "eplb/planner/*.py": (_PLANNER + "*.py", "tests/eplb/planner/history/test_*.py"),
 }
 LEFT_OUT = ("*/__init__.py", "*/warm_up.py", _PROTOCOL + "fuzz.py", _PROTOCOL + "simulator.py",
             _PROTOCOL + "agreement_exhaustive.py", _PLANNER + "deepseek_tensors.py")  # fmt: skip
-LEAST_LIMIT_S = 8.0  # a mutant may use three times the CPU that its tests do, and this
-
-_COMPARE = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
-_BINARY = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
-    ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift,
-    ast.RShift: ast.LShift,
-}  # fmt: skip
-_CALLS = {"min": "max", "max": "min", "any": "all", "all": "any", "ceil": "floor", "floor": "ceil"}
-_TEXT = (ast.Raise, ast.JoinedStr, ast.Assert)  # wording and what the code says of itself
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """The ``index``-th fault of a file: what is changed in which line."""
-
-    path: str
-    index: int
-    line: int
-    change: str
-    source: str  # the line, without its indent
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        return self.path, self.source, self.change
-
-
-Fault = tuple[int, str, Callable[[], None]]
-
-
-def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes below that run: no annotations, wording, `strict`, nor constants of a module."""
-    hidden: set[int] = set()
-    for name in ("annotation", "returns", "decorator_list", "bases", "type_comment"):
-        found = getattr(node, name, None)
-        hidden |= {id(item) for item in (found if isinstance(found, list) else [found])}
-    for child in ast.iter_child_nodes(node):
-        if id(child) in hidden or isinstance(child, _TEXT):
-            continue
-        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
-            continue
-        if isinstance(child, ast.keyword) and child.arg == "strict":
-            continue
-        if isinstance(node, ast.Module) and isinstance(child, ast.Assign | ast.AnnAssign):
-            continue
-        yield child
-
-
-def _swap(owner: object, name: str, value: object) -> Callable[[], None]:
-    return lambda: setattr(owner, name, value)
-
-
-def _put(items: list[ast.stmt], at: int, value: ast.stmt) -> Callable[[], None]:
-    def change() -> None:
-        items[at] = ast.copy_location(value, items[at])
-
-    return change
-
-
-def _of_expression(node: ast.AST) -> Iterator[Fault]:
-    line = getattr(node, "lineno", 0)
-    match node:
-        case ast.Compare(ops=[op, *_]) if type(op) in _COMPARE:
-            other = _COMPARE[type(op)]
-            yield (
-                line,
-                f"{type(op).__name__} -> {other.__name__}",
-                _swap(node, "ops", [other(), *node.ops[1:]]),
-            )
-        case ast.BoolOp():
-            other = ast.Or if isinstance(node.op, ast.And) else ast.And
-            yield line, f"{type(node.op).__name__} -> {other.__name__}", _swap(node, "op", other())
-        case ast.UnaryOp(op=ast.Not()):
-            yield line, "not gone", _swap(node, "operand", ast.UnaryOp(ast.Not(), node.operand))
-        case ast.BinOp() if type(node.op) in _BINARY:
-            other = _BINARY[type(node.op)]
-            yield line, f"{type(node.op).__name__} -> {other.__name__}", _swap(node, "op", other())
-        case ast.AugAssign() if type(node.op) in _BINARY:
-            other = _BINARY[type(node.op)]
-            yield line, f"{type(node.op).__name__}= -> {other.__name__}=", _swap(node, "op", other())
-        case ast.Constant(value=bool(value)):
-            yield line, f"{value} -> {not value}", _swap(node, "value", not value)
-        case ast.Constant(value=int(value)):
-            yield line, f"{value} -> {value + 1}", _swap(node, "value", value + 1)
-        case ast.Constant(value=float(value)):
-            yield line, f"{value} -> {value * 2 + 1}", _swap(node, "value", value * 2 + 1)
-        case ast.Call(func=ast.Name(id=name)) if name in _CALLS:
-            yield line, f"{name} -> {_CALLS[name]}", _swap(node.func, "id", _CALLS[name])
-        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) if isinstance(
-            test, ast.Name | ast.Attribute | ast.Call
-        ):
-            yield line, "test negated", _swap(node, "test", ast.UnaryOp(ast.Not(), test))
-
-
-def _of_statements(node: ast.AST) -> Iterator[Fault]:
-    """Statements of a function that vanish."""
-    for name in ("body", "orelse", "finalbody"):
-        items = getattr(node, name, None)
-        if not isinstance(items, list) or isinstance(node, ast.Module | ast.ClassDef):
-            continue
-        for at, item in enumerate(items):
-            match item:
-                case ast.Expr(value=ast.Call()) | ast.AugAssign():
-                    yield item.lineno, "statement gone", _put(items, at, ast.Pass())
-                case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
-                    yield item.lineno, "statement gone", _put(items, at, ast.Pass())
-                case ast.Continue():
-                    yield item.lineno, "continue -> break", _put(items, at, ast.Break())
-                case ast.Break():
-                    yield item.lineno, "break -> continue", _put(items, at, ast.Continue())
-
-
-def _faults(node: ast.AST) -> Iterator[Fault]:
-    yield from _of_expression(node)
-    yield from _of_statements(node)
-    for child in _children(node):
-        yield from _faults(child)
-
-
-def mutants_of(path: str) -> list[Mutant]:
-    """Every fault that can be planted in a file, in the order of its tree."""
-    text = (ROOT / path).read_text()
-    lines = text.splitlines()
-    found = enumerate(_faults(ast.parse(text)))
-    return [Mutant(path, index, line, what, lines[line - 1].strip()) for index, (line, what, _) in found]
-
-
-def _mutated(mutant: Mutant) -> ast.Module:
-    tree = ast.parse((ROOT / mutant.path).read_text())
-    for index, (_, _, change) in enumerate(_faults(tree)):
-        if index == mutant.index:
-            change()
-            break
-    return ast.fix_missing_locations(tree)
+LEAST_LIMIT_S = 3.0  # a mutant may use twice the CPU that its tests do, and this
 
 
 class _Planted(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
@@ -188,7 +52,7 @@ class _Planted(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     def __init__(self, mutant: Mutant) -> None:
         self._name = "evenroute." + mutant.path.removesuffix(".py").replace("/", ".")
         self._path = str(ROOT / mutant.path)
-        self._code = compile(_mutated(mutant), self._path, "exec")
+        self._code = compile(mutated(mutant), self._path, "exec")
 
     def find_spec(self, name, path, target=None):  # type: ignore[no-untyped-def]
         if name != self._name:
@@ -275,7 +139,7 @@ def _limits(tests: Sequence[str]) -> tuple[int, float]:
     _, passed, used = _wait({_start(tests, None, 900): began + 900.0})
     if not passed:
         raise ValueError(f"{' '.join(tests)}: fail without a fault")
-    return round(LEAST_LIMIT_S + 3 * used), LEAST_LIMIT_S + 20 * (time.monotonic() - began)
+    return round(LEAST_LIMIT_S + 2 * used), LEAST_LIMIT_S + 20 * (time.monotonic() - began)
 
 
 def _verdicts(chosen: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, bool]]:
@@ -324,19 +188,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--sample", type=int, default=400, help="this many of all faults, evenly drawn; 0 = every one"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument(
+        "--again", type=Path, help="only the survivors that this output of an earlier run names"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
     options = parser.parse_args(arguments)
     for name in ("numba", "numpy", "msgspec", "pytest", "torch"):
         __import__(name)  # once, before the forks
-    chosen = _chosen(options.files, options.sample, options.seed)
+    chosen = _chosen(options.files, options.sample if options.again is None else 0, options.seed)
+    if options.again is not None:
+        chosen = [mutant for mutant in chosen if str(mutant) in options.again.read_text()]
     known = judged()
     explained = survived = 0
     for number, (mutant, passed) in enumerate(_verdicts(chosen, options.jobs), 1):
         if passed:
             why = known.get(mutant.key)
             explained, survived = explained + (why is not None), survived + (why is None)
-            verdict = "SURVIVED" if why is None else f"explained ({why})"
-            print(f"{mutant.path}:{mutant.line}: {mutant.change}: {verdict}: {mutant.source}", flush=True)
+            print(f"{'SURVIVED' if why is None else 'explained'} at line {mutant.line}: {mutant}", flush=True)
         elif number % 20 == 0:
             print(f"{number} of {len(chosen)}: {mutant.path}", flush=True)
     noticed = len(chosen) - explained - survived

@@ -226,3 +226,11 @@ def test_a_version_has_the_rows_and_digests_of_its_placement() -> None:
             assert (row.slots == expected.slots).all()
             assert (row.shares is None) == (expected.shares is None)
             assert row.shares is None or (row.shares == expected.shares).all()
+
+
+def test_votes_are_counted_from_none() -> None:
+    job = Ranks()
+    assert job.state.votes_decided == 0
+    for vote in range(1, 4):
+        job.vote()
+        assert job.state.votes_decided == vote
