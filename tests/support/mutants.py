@@ -32,7 +32,7 @@ _PLANNER = "tests/eplb/planner/test_"
 # Source files (a glob) and the tests that have to notice a fault in them, quick ones first.
 TARGETS: dict[str, tuple[str, ...]] = {
     "dist/protocol/agreement.py": (_PROTOCOL + "agreement.py", _PROTOCOL + "protocol_cases.py"),
-    "dist/protocol/*.py": (_PROTOCOL + "*.py",),
+    "dist/protocol/*.py": (_PROTOCOL + "re*.py", _PROTOCOL + "*.py"),
     "dist/wire/placement.py": ("tests/dist/wire/test_messages.py", _PROTOCOL + "rank.py"),
     "dist/wire/messages.py": ("tests/dist/wire/test_messages.py", _PROTOCOL + "re*.py"),
     "dist/wire/received.py": ("tests/dist/wire/test_messages.py", _PROTOCOL + "re*.py"),
