@@ -1,9 +1,8 @@
 """The rebalancer's side of the switch protocol. No I/O, no clock, no thread: message or tick in, messages out.
 
-One thread drives it: ``receive`` / ``receive_windows`` for each message (decoded by `messages.decode_up`), ``tick`` at
-least every ``rows_resend_s``, ``publish`` when `may_publish` and the planner has something. Times are seconds of any
-monotonic clock, given by the caller. When ``ended`` is not None the life is over: send what was returned, exit (a
-supervisor may start a new life). A peer is whatever the driver addresses a connection with (hashable).
+One thread drives it: ``receive`` / ``receive_windows`` for each message (`wire.received`), ``tick`` at least every
+``rows_resend_s``, ``publish`` when `may_publish` and the planner has something. Times are seconds of any monotonic
+clock. When ``ended`` is not None the life is over: send what was returned, exit. A peer is a connection (hashable).
 """
 
 from collections import deque
@@ -108,13 +107,16 @@ class RebalancerCore:
     def _guarded(
         self, act: Callable[_Arguments, list[Outgoing]], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> list[Outgoing]:
-        """``act``, unless this life is over; it ends when the store has a later epoch."""
+        """``act``, unless this life is over; it ends when the store has a later epoch. Unreadable: comes again."""
         if self.phase is Phase.ENDED:
             return []
         try:
             return act(*args, **kwargs)
         except StaleEpochError as error:
             return self._end(str(error))
+        except StoreError as error:
+            self._store_failed(str(error))
+            return []
 
     def _receive_status(self, peer: Peer, status: RankStatus, now: float) -> list[Outgoing]:
         if (reason := self._implausible(status)) is not None:
@@ -136,10 +138,8 @@ class RebalancerCore:
         self.counters.statuses += 1
         self.view.add(status, peer, now)
         if self.phase is Phase.WAITING:
-            if not self.view.heard_all() or not self._begin(now):
-                return []
-            self._first_due = True
-            return self._advance(now)
+            self._first_due = self.view.heard_all() and self._begin(now)
+            return self._advance(now) if self._first_due else []
         return self._answer_status(peer, status, now)
 
     def _implausible(self, status: RankStatus) -> str | None:

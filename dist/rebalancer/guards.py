@@ -310,7 +310,7 @@ def _name(run: int, job: JobShape) -> str:
 
 
 class FileWatch:
-    """`problems`: one line for each file that is not in its place any more."""
+    """`problems`: one line for each file that is not in its place any more, or that somebody has damaged."""
 
     def __init__(self, lock: JobLock, link: RouterLink, store: HistoryStore, log: LimitedLog) -> None:
         self.problems: list[str] = []
@@ -336,6 +336,10 @@ class FileWatch:
                 f"address {self._link.endpoint}: its socket file was removed or replaced; no rank can connect anew: "
                 "start the rebalancer again"
             )
+        if self._store.loss is not None:
+            found.append(self._store.loss)
+        if self._store.damage is not None:
+            found.append(f"store {self._store.path}: {self._store.damage}")
         for text in found:
             if text not in self._logged:
                 self._logged.add(text)

@@ -75,8 +75,6 @@ class Rebalancer:
         Path(settings.store).touch(mode=0o600)  # for this user alone, as the ipc socket
         self._lock.hold_store(STORE_FIELD, Path(settings.store))
         self._store = HistoryStore(Path(settings.store), background_checkpoint=True)
-        if self._store.loss is not None:
-            logger.error("%s", self._store.loss)
         keys = load_server_keys(Path(security.keys)) if security.keys else None
         self._link = RouterLink(
             self.address,
@@ -246,16 +244,11 @@ class Rebalancer:
             address=self._link.endpoint,
             lag_s=self._lag_s,
             extra_counters=extra,
-            problems=[*self._store_problems(), *self._files.problems, *self._jobs.problems(now)],
+            problems=[*self._files.problems, *self._jobs.problems(now)],
             recorder=self.recorder,
             rank_recordings=self._control.passes.of_ranks(self.recorder.passes()),
             ended=self._ranks.ended(),
         )
-
-    def _store_problems(self) -> list[str]:
-        assert self._store is not None
-        damage = None if self._store.damage is None else f"store {self._store.path}: {self._store.damage}"
-        return [text for text in (self._store.loss, damage) if text is not None]
 
     def _add_event(self, kind: str, text: str, stamp: float) -> None:
         assert self._store is not None

@@ -21,8 +21,6 @@ from evenroute.eplb.store.epochs import EpochStore
 from evenroute.eplb.store.reader import StoreReader
 from evenroute.eplb.store.schema import (
     LARGEST_TOTAL,
-    EpochRow,
-    EventRow,
     JobRow,
     PublishedPlacement,
     RankState,
@@ -30,14 +28,11 @@ from evenroute.eplb.store.schema import (
     Receipt,
     StaleEpochError,
     StoreError,
-    WindowRow,
     counts_from_blob,
     counts_to_blob,
 )
 
 __all__ = [
-    "EpochRow",
-    "EventRow",
     "HistoryStore",
     "JobRow",
     "PublishedPlacement",
@@ -47,7 +42,6 @@ __all__ = [
     "StaleEpochError",
     "StoreError",
     "StoreReader",
-    "WindowRow",
 ]
 
 _OPEN_ROWS = 8  # window rows kept in memory while ranks still add to them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,10 @@ from typing import Any
 from evenroute.dist.protocol.store import RankWindowRow, Receipt, StoreError
 from evenroute.dist.wire.messages import JobShape
 from evenroute.eplb.store.writer import HistoryStore
+from support.failing_connection import FailingConnection
 from support.simulator_history import History, SealRecord, WriteRecord
+
+_FAILURES = 0.1
 
 
 class SqliteSimStore(HistoryStore):
@@ -25,14 +29,30 @@ class SqliteSimStore(HistoryStore):
         self.contents: set[tuple[int, int, int]] = set()
         self._history = history
 
+        self._draws = random.Random(number)
+        self._failing_connection = FailingConnection(self._connection)
+        self._connection = self._failing_connection  # type: ignore[assignment]
+
     @contextmanager
     def _transaction(self, epoch: int | None) -> Iterator[Any]:
         if getattr(self, "failing", False):
             raise StoreError("store: disk full")
-        with super()._transaction(epoch) as connection:
-            yield connection
-            if epoch is not None:
-                self._history.writes.append(WriteRecord(self.number, epoch, self.last_epoch(), "something"))
+        failing = getattr(self, "_failing_connection", None)
+        if failing is not None:
+            # The disk is full at any statement of a transaction, BEGIN and COMMIT among them.
+            failing.heal()
+            if self._draws.random() < _FAILURES:
+                failing.fail_at(self._draws.randrange(12))
+        try:
+            with super()._transaction(epoch) as connection:
+                yield connection
+                if epoch is not None:
+                    self._history.writes.append(
+                        WriteRecord(self.number, epoch, self.last_epoch(), "something")
+                    )
+        finally:
+            if failing is not None:
+                failing.heal()
 
     def add_windows(  # type: ignore[override]
         self, windows: Sequence[RankWindowRow], **other: Any

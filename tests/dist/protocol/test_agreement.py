@@ -234,3 +234,13 @@ def test_votes_are_counted_from_none() -> None:
     for vote in range(1, 4):
         job.vote()
         assert job.state.votes_decided == vote
+
+
+def test_nothing_is_opened_while_a_candidate_waits_for_what_is_open() -> None:
+    ranks = Ranks(num_buffers=2)
+    ranks.vote(A)
+    assert (ranks.state.opened, len(ranks.state.moved)) == (2, 3)
+    actions = ranks.vote(B, staged=1)
+    assert (committed(actions), opened(actions)) == ([0], [])
+    actions = ranks.vote(B, staged=2)
+    assert ranks.state.target is B

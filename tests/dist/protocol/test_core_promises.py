@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from evenroute.dist.protocol.agreement import AgreedState, Commit, Discard, Version, vote_vector
-from evenroute.dist.protocol.view import RankView
+import numpy as np
+import pytest
+
+from evenroute.dist.protocol.agreement import (
+    AgreedState,
+    AgreementError,
+    Commit,
+    Discard,
+    Version,
+    vote_vector,
+)
+from evenroute.dist.protocol.rank import RankConfig, RankCore
+from evenroute.dist.protocol.view import RankView, RunView
+from evenroute.dist.wire.messages import Ack
+from support.memory_store import MemoryStore
 from support.protocol_helpers import (
+    JOB,
+    RUN,
     minimum,
     placement_message,
     placement_of,
     rank_core,
     replace,
+    started,
     version_of,
+    window_of,
     with_shares,
 )
 from support.protocol_loop import running
@@ -90,3 +107,39 @@ def test_rows_are_asked_of_a_rank_that_is_furthest():
     core.view.ranks[0].vote, core.view.ranks[0].heard_at = 3, 99.0
     core.view.ranks[1].vote, core.view.ranks[1].heard_at = 9, 1.0
     assert [item.peer for item in core._ask_rows(100.0)] == [core.view.ranks[1].peer]
+
+
+def test_ranks_of_two_runs_never_agree():
+    one, other = rank_core(0), RankCore(started(run=RUN + 1), rank=1, config=RankConfig())
+    with pytest.raises(AgreementError, match="agreed states differ"):
+        one.decide(0, np.minimum(one.vote(), other.vote()))
+
+
+def test_a_row_of_another_width_under_a_known_digest_is_asked_for():
+    loop = running()
+    digest = version_of((1, 0)).row_digests[0]
+
+    class Narrow(MemoryStore):
+        def find_row(self, digest):
+            return np.arange(JOB.num_slots - 1, dtype=np.int32), None
+
+    view = RunView(RUN, JOB, Narrow())
+    view.add(loop.ranks[0].status(), 0, 0.0)
+    assert view.missing_rows()
+    assert view.live_placement() is None
+    assert view.take_rows(loop.ranks[0].rows()).keys() == {digest} | set(version_of((1, 0)).row_digests)
+    assert view.live_placement() is not None
+
+
+def test_the_next_job_of_another_shape_is_counted_in_its_own():
+    loop = running()
+    loop.core.receive(0, window_of(1), loop.now)
+    job = replace(JOB, num_logical_experts=5, num_slots=8)
+    ranks = [RankCore(started(job, run=RUN + 1), rank=rank, config=RankConfig()) for rank in (0, 1)]
+    loop.ranks, loop.now = ranks, loop.now + 100.0
+    for _ in range(3):
+        loop.tick(5.0)
+    out = loop.core.receive(0, window_of(1, run=RUN + 1, job=job), loop.now)
+    assert [type(item.message) for item in out] == [Ack]
+    assert loop.core.loads().counts.shape == (3, 5)
+    assert loop.core.loads().tokens == 8

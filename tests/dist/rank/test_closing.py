@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import zmq
 
-from evenroute.dist.wire.messages import Ack, Goodbye, RankWindow, decode_up, encode
+from evenroute.dist.wire.messages import Ack, Goodbye, RankWindow, encode
+from evenroute.dist.wire.received import decode_up
 from support.control_plane import child_environment
 
 pytestmark = pytest.mark.timeout(90)

@@ -104,7 +104,7 @@ def fuzz(daemon, number, seed):
             daemon,
             broken,
             control=control,
-            peer=rng.randbytes(5),
+            peer=rng.choice((bytes([0]), bytes([1]), rng.randbytes(5))),
             role=rng.choice((LOCAL_ROLE, "rank", "viewer")),
         )
         if refusals(daemon) > counts:

@@ -141,6 +141,15 @@ def test_chunks_cover_every_byte_once_within_their_bounds(
     assert Counter(c for chunk in chunks for c in chunk.copies) == Counter(transfer.copies)
 
 
+def test_rounds_that_together_exceed_the_bound_are_chunks_of_their_own() -> None:
+    """One sender of six experts: each round moves one of them."""
+    rounds = tuple((Receive(expert, expert, 6 + expert, 0, 1),) for expert in range(6))
+    transfer = LayerTransfer(num_local_slots=6, copies=(), rounds=rounds)
+    chunks = split_chunks(transfer, expert_bytes=4000, chunk_bytes=10_000, max_peers=4)
+    sizes = [sum(piece.stop - piece.start for piece in chunk.pieces) for chunk in chunks]
+    assert sizes == [8000, 8000, 8000]
+
+
 def test_many_small_experts_are_spread_over_steps() -> None:
     """The host's work in a step is bounded as well as the bytes."""
     rng = np.random.default_rng(2)
