@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenroute.routing.scores import SCORES
 from evenroute.routing.settings.config import RouterConfig
 
 
@@ -88,12 +89,7 @@ def _scores(logits: Tensor, ids: Tensor, usable: Tensor, config: RouterConfig) -
         total = exps.sum(dim=1, keepdim=True)
         return torch.where(usable, exps.gather(1, ids) / torch.where(total > 0, total, 1.0), 0.0)
     x = torch.where(usable, logits.gather(1, ids), 0.0).clamp(max=largest)
-    if config.scoring == "sigmoid":
-        scores = torch.sigmoid(x)
-    else:
-        near = torch.sqrt(torch.nn.functional.softplus(x.clamp(min=-20.0)))
-        scores = torch.where(x < -20.0, torch.exp(x.clamp(max=0.0) * 0.5), near)
-    return torch.where(usable, scores, 0.0)
+    return torch.where(usable, SCORES[config.scoring].smooth(x), 0.0)
 
 
 def _given(weights: Tensor, given_ids: Tensor, usable: Tensor, config: RouterConfig) -> Tensor:

@@ -24,7 +24,7 @@ from evenroute.routing.dispatch import (
     spans,
 )
 from evenroute.routing.output import RouteCall, RouterPlan, RoutingOutput
-from evenroute.routing.scores import row_sum, sigmoid, softcap, softmax, sqrt_softplus
+from evenroute.routing.scores import SCORES, row_sum, softcap, softmax
 from evenroute.routing.settings.checks import (
     BIAS_DTYPES,
     MARKER_DTYPES,
@@ -73,11 +73,8 @@ def score_experts(
         base = values
         if config.bias_domain == "score" and (bias is not None or marked_bias is not None):
             base = torch.where(values.isnan(), values, scores)
-    elif config.scoring == "sigmoid":
-        base = sigmoid(values)
-        scores = base.nan_to_num(nan=0.0)
     else:
-        base = sqrt_softplus(values)
+        base = SCORES[config.scoring].exact(values)
         scores = base.nan_to_num(nan=0.0)
     row_bias = _row_bias(bias, marked_bias, token_marker)
     keys = base if row_bias is None else base + row_bias

@@ -1,4 +1,4 @@
-"""Score arithmetic in plain torch whose bits depend on the number alone, not on its place, the batch or the threads.
+"""ScoreFunction arithmetic in plain torch whose bits depend on the number alone, not on its place, the batch or the threads.
 
 torch's exp, tanh and log1p on CPUs differ by an ulp between vectorised loops and their ends, and its sums between
 shapes. Here everything is fp64 additions, products, quotients and roots, which are exact to the last bit everywhere,
@@ -8,6 +8,8 @@ and one rounding to fp32 at the end. The kernels' twin is `kernels/scores.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +49,26 @@ def sqrt_softplus(x: Tensor) -> Tensor:
     s = u / (2.0 + u)
     log1p = _polynomial(s * s, _ATANH_TERMS).mul_(s).mul_(2.0)
     return flush(torch.sqrt(x.clamp(min=0.0) + log1p).float())
+
+
+def smooth_sqrt_softplus(x: Tensor) -> Tensor:
+    """As `sqrt_softplus`, in torch's own operations: for gradients."""
+    near = torch.sqrt(torch.nn.functional.softplus(x.clamp(min=-20.0)))
+    return torch.where(x < -20.0, torch.exp(x.clamp(max=0.0) * 0.5), near)
+
+
+class ScoreFunction(NamedTuple):
+    """A score of each expert by itself: `exact` for ids and weights, `smooth` for gradients."""
+
+    exact: Callable[[Tensor], Tensor]
+    smooth: Callable[[Tensor], Tensor]
+
+
+# All scorings but softmax, which needs the whole row.
+SCORES = {
+    "sigmoid": ScoreFunction(sigmoid, torch.sigmoid),
+    "sqrtsoftplus": ScoreFunction(sqrt_softplus, smooth_sqrt_softplus),
+}
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:

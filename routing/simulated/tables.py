@@ -105,6 +105,8 @@ class KeyRange:
             low, high = most + 0.02, least + 0.98
         elif config.scoring == "sqrtsoftplus":
             low, high = most + 0.1, most + 2.1
+        elif config.scoring != "softmax":
+            raise ValueError(f"routing kind 'trace': a bias with {config.scoring} scores is not supported")
         else:
             half = min(_LOGIT_SPAN / 2, 0.9 * (self.softcap or float("inf")))
             low, high = most - half, least + half

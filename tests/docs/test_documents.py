@@ -225,3 +225,75 @@ def test_readme_engine_block_runs() -> None:
         agent.close()
     finally:
         dist.destroy_process_group()
+
+
+def named_files() -> list[str]:
+    """Files that ARCHITECTURE.md's table names: below the folder at the left of the row, or of one above."""
+    found, folder = [], ""
+    for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) != 3 or cells[0] in ("folder", "---"):
+            continue
+        folder = cells[0].strip("`") or folder
+        beside = folder
+        for span in re.findall(r"`([a-z_]+(?:/[a-z_]+)*/?)`", f"{cells[1]} {cells[2]}"):
+            found.append(f"{beside}:{folder}:{span}")
+            if "/" in span.rstrip("/") and span in cells[1]:
+                beside = f"{folder}{span.rpartition('/')[0]}/"
+    return found
+
+
+def test_architecture_names_files_that_exist() -> None:
+    names = named_files()
+    assert len(names) > 50
+    wrong = []
+    for name in names:
+        beside, folder, span = name.split(":")
+        if span in ("inspect", "advise", "replay"):
+            continue
+        inside = [ROOT / folder, ROOT / beside]
+        paths = [base / span for base in inside] + [base / f"{span}.py" for base in inside]
+        if not any(path.exists() for path in paths):
+            wrong.append(name)
+    assert wrong == []
+
+
+def test_walks_name_files_that_exist_and_as_few_as_they_say() -> None:
+    """The five walks of docs/CONTRIBUTING.md: each step begins with its file."""
+    text = (ROOT / "docs/CONTRIBUTING.md").read_text().partition("## Five walks")[2].partition("\n## ")[0]
+    walks = re.split(r"^\*\*A ", text, flags=re.MULTILINE)[1:]
+    assert len(walks) == 5
+    most = {"score function": 3, "dispatch mode": 2, "planner policy": 1, "file format": 2, "wire message": 3}
+    for walk in walks:
+        name = walk.partition("**")[0]
+        said = int(re.search(r"(\d) files?", walk)[1])  # type: ignore[index]
+        files = (
+            re.findall(r"^\d\. `([^`]+)`", walk, flags=re.MULTILINE)
+            or re.findall(r"`([\w/]+\.py)`", walk)[:1]
+        )
+        assert len(files) == said <= most[name], f"{name}: {files}"
+        for file in re.findall(r"`((?:eplb|routing|dist|tools|tests)/[\w/.]+)`", walk):
+            assert (ROOT / file).exists(), f"{name}: no file {file}"
+        for path in re.findall(r"-m pytest ([^`]+) -q", walk):
+            assert all((ROOT / part).exists() for part in path.split()), f"{name}: {path}"
+
+
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [
+        ("routing/settings/config.py", ["SCORINGS"]),
+        ("routing/scores.py", ["SCORES"]),
+        ("routing/kernels/scores.py", ["sqrt_softplus"]),
+        ("routing/settings/modes.py", ["MODES"]),
+        ("eplb/planner/plan.py", ["POLICIES", "_make"]),
+        ("eplb/files/megatron.py", ["FORMAT"]),
+        ("eplb/files/formats.py", ["FORMATS"]),
+        ("dist/wire/messages.py", ["Up", "Down", "PROTOCOL_VERSION"]),
+    ],
+)
+def test_walks_name_what_is_in_the_files(file: str, names: list[str]) -> None:
+    walks = (ROOT / "docs/CONTRIBUTING.md").read_text()
+    source = (ROOT / file).read_text()
+    for name in names:
+        assert f"`{name}`" in walks
+        assert re.search(rf"^(?:def )?{name}\b", source, flags=re.MULTILINE), f"{file} has no {name}"

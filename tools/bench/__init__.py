@@ -8,7 +8,4 @@ transport           many simulated ranks against one rebalancer
 migration           step time while experts move
 migration_failures  a killed rank, a stalled rank, damaged weights
 ep                  a rebalance on all GPUs of a host, cell by cell
-ep_cell             one cell
-ep_watch            what is noted while a cell runs
-ep_table            the tables
 """

@@ -10,6 +10,7 @@ import typer
 from evenroute.tools.errors import fail, one_line_errors
 
 BENCHES = ("router", "planner", "transport", "migration", "ep")
+MODULES = {"ep": "ep.run"}  # where the module is not called as the bench
 FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -34,5 +35,7 @@ def register(app: typer.Typer) -> None:
         if name in options.PARSERS:
             options.PARSERS[name](context.args)  # help and wrong flags need no torch
             require_torch(f"bench {name}")
-        status = importlib.import_module(f"evenroute.tools.bench.{name}").main(context.args)
+        status = importlib.import_module(f"evenroute.tools.bench.{MODULES.get(name, name)}").main(
+            context.args
+        )
         raise typer.Exit(status or 0)

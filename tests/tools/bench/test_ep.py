@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from evenroute.tools.bench.ep import outputs_hold
-from evenroute.tools.bench.ep_table import print_report
+from evenroute.tools.bench.ep.run import outputs_hold
+from evenroute.tools.bench.ep.table import print_report
 from support.command import assert_one_line_error, evenroute
 
 EXPERTS = 32

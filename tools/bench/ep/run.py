@@ -17,9 +17,9 @@ import torch.distributed as torch_dist
 from rich.console import Console
 from torch import Tensor
 
-from evenroute.tools.bench.ep_cell import EpCell
-from evenroute.tools.bench.ep_table import print_report
-from evenroute.tools.bench.ep_watch import HostCosts, reference_outputs
+from evenroute.tools.bench.ep.cell import EpCell
+from evenroute.tools.bench.ep.table import print_report
+from evenroute.tools.bench.ep.watch import HostCosts, reference_outputs
 from evenroute.tools.bench.options import Case, check_ep, ep_cases, parse_ep
 from evenroute.tools.errors import one_line_errors
 from evenroute.tools.run.bench_model import BenchModel, ModelGroups, ModelSizes
@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
             most = f"1 to {gpus}, the GPUs" if gpus else "at least 1"
             raise ValueError(f"--nproc-per-node: found {ranks}, expected {most}")
         check_ep(args, ranks)
-        launch("evenroute.tools.bench.ep", argv, ranks)
+        launch("evenroute.tools.bench.ep.run", argv, ranks)
     try:
         check_ep(args, int(os.environ["WORLD_SIZE"]))
     except (ValueError, OSError):

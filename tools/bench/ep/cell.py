@@ -15,7 +15,7 @@ from torch import Tensor
 from evenroute.dist.rank.agent import AgentConfig, RankAgent
 from evenroute.eplb.loads.balance import Balancedness, balancedness, rank_loads
 from evenroute.eplb.placement.placement import Placement
-from evenroute.tools.bench.ep_watch import (
+from evenroute.tools.bench.ep.watch import (
     AFTER,
     BEFORE,
     DURING,
