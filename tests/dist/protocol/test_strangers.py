@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import msgspec
 import pytest
@@ -10,6 +11,9 @@ import pytest
 from evenroute.dist.protocol.types import EPOCH_RANDOM_BITS, Phase
 from evenroute.dist.rebalancer.guards import JobGate
 from evenroute.dist.rebalancer.log import LimitedLog, set_up_logging
+from evenroute.dist.rebalancer.traffic import RankTraffic
+from evenroute.dist.wire.keys import LOCAL_ROLE
+from evenroute.dist.wire.link import Received
 from evenroute.dist.wire.messages import MessageError, encode
 from evenroute.dist.wire.received import decode_up
 from support.protocol_helpers import JOB, RUN, rank_core, replace, status_of, window_of
@@ -53,6 +57,22 @@ def test_a_log_line_is_one_line_whatever_it_quotes(capsys: pytest.CaptureFixture
     (line,) = capsys.readouterr().err.splitlines()
     assert line.isprintable()
     assert line.endswith(r"decode: refused: \x1b[31mevil\nERROR forged")
+
+
+def test_a_strangers_windows_are_not_measured_against_those_of_the_ranks() -> None:
+    loop = running()
+    log = LimitedLog(logging.getLogger("evenroute"))
+    traffic = RankTraffic(loop.core, None, JobGate(loop.core, log), Counter(), log, 1 << 20)  # type: ignore[arg-type]
+
+    def take(peer: int | str, seq: int, last: int) -> int:
+        frame = encode(window_of(seq, first=0, last=last))
+        traffic.take(Received(peer, LOCAL_ROLE, False, frame), 0.0)  # type: ignore[arg-type]
+        return traffic.merged
+
+    assert take("stranger", 1, 3) == 0
+    assert [take(0, 1, 7), take(0, 2, 7)] == [0, 0], "as long as the shortest of the ranks"
+    assert take("stranger", 3, 15) == 0
+    assert take(0, 3, 15) == 1
 
 
 def test_the_name_of_a_job_that_is_turned_away_is_escaped() -> None:
