@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +24,11 @@ _TEXT = (ast.Raise, ast.JoinedStr, ast.Assert)  # wording and what the code says
 
 @dataclass(frozen=True)
 class Mutant:
-    """The ``index``-th fault of a file: what is changed in which line; ``function``: where the one around it begins."""
+    """The ``index``-th fault of a file: what is changed in which line."""
 
     path: str
     index: int
     line: int
-    function: int
     change: str
     source: str  # the line, without its indent
 
@@ -127,14 +125,11 @@ def _of_statements(node: ast.AST) -> Iterator[Fault]:
                     yield item.lineno, "break -> continue", _put(items, at, ast.Continue())
 
 
-def _faults(node: ast.AST, function: int = 0) -> Iterator[tuple[int, Fault]]:
-    """Each with the first line of the function around it (0: none), as code objects count it."""
-    if isinstance(node, ast.FunctionDef):
-        function = min([node.lineno, *(item.lineno for item in node.decorator_list)])
-    for fault in itertools.chain(_of_expression(node), _of_statements(node)):
-        yield function, fault
+def _faults(node: ast.AST) -> Iterator[Fault]:
+    yield from _of_expression(node)
+    yield from _of_statements(node)
     for child in _children(node):
-        yield from _faults(child, function)
+        yield from _faults(child)
 
 
 def mutants_of(path: str) -> list[Mutant]:
@@ -142,16 +137,13 @@ def mutants_of(path: str) -> list[Mutant]:
     text = (ROOT / path).read_text()
     lines = text.splitlines()
     found = enumerate(_faults(ast.parse(text)))
-    return [
-        Mutant(path, index, line, function, what, lines[line - 1].strip())
-        for index, (function, (line, what, _)) in found
-    ]
+    return [Mutant(path, index, line, what, lines[line - 1].strip()) for index, (line, what, _) in found]
 
 
 def mutated(mutant: Mutant) -> ast.Module:
     """The file's tree with the fault in it."""
     tree = ast.parse((ROOT / mutant.path).read_text())
-    for index, (_, (_, _, change)) in enumerate(_faults(tree)):
+    for index, (_, _, change) in enumerate(_faults(tree)):
         if index == mutant.index:
             change()
             break

@@ -14,20 +14,14 @@ import contextlib
 import fnmatch
 import importlib.abc
 import importlib.util
-import json
 import os
 import random
 import resource
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-
-import pytest
 
 from support.mutant_faults import ROOT, Mutant, mutants_of, mutated
 
@@ -49,6 +43,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
 }
 LEFT_OUT = ("*/__init__.py", "*/warm_up.py", _PROTOCOL + "fuzz.py", _PROTOCOL + "simulator.py",
             _PROTOCOL + "agreement_exhaustive.py", _PLANNER + "deepseek_tensors.py")  # fmt: skip
+LEAST_LIMIT_S = 3.0  # a mutant may use twice the CPU that its tests do, and this
 
 
 class _Planted(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
@@ -87,125 +82,80 @@ def _left_out(path: str) -> bool:
     return any(fnmatch.fnmatch(path, pattern) for pattern in LEFT_OUT)
 
 
-class _Watcher:
-    """A pytest plugin: which functions of some files each test calls, and the CPU seconds that it takes."""
-
-    def __init__(self, report: Path, paths: Sequence[str]) -> None:
-        self._report = report
-        self._paths = {str(ROOT / path): path for path in paths}
-        self._callers: dict[str, dict[str, None]] = {}
-        self._seconds: dict[str, float] = {}
-        self._test = ""
-
-    def _trace(self, frame: FrameType, event: str, argument: object) -> None:
-        path = self._paths.get(frame.f_code.co_filename)
-        if path is not None:
-            self._callers.setdefault(f"{path}:{frame.f_code.co_firstlineno}", {})[self._test] = None
-
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self._test, began = item.nodeid, time.process_time()
-        sys.settrace(self._trace)
-        yield
-        sys.settrace(None)
-        self._seconds[item.nodeid] = time.process_time() - began
-
-    def pytest_sessionfinish(self) -> None:
-        callers = {function: list(tests) for function, tests in self._callers.items()}
-        self._report.write_text(json.dumps([callers, self._seconds]))
-
-
-@dataclass(frozen=True)
-class _Tests:
-    """The tests of some files: who calls which function ("path:line"), and each test's CPU seconds."""
-
-    files: tuple[str, ...]
-    callers: dict[str, list[str]]
-    seconds: dict[str, float]
-
-    @classmethod
-    def watched(cls, files: tuple[str, ...], paths: Sequence[str]) -> _Tests:
-        """Run them without a fault; ValueError if one fails."""
-        with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder) / "report.json"
-            pid = _start(files, None, 900, _Watcher(report, paths))
-            if not _wait({pid: time.monotonic() + 1200.0})[1]:
-                raise ValueError(f"{' '.join(files)}: fail without a fault")
-            return cls(files, *json.loads(report.read_text()))
-
-    def start(self, mutant: Mutant, *, callers: bool) -> tuple[int, float]:
-        """Run those that call the mutant's function, or all; the process and until when it may run."""
-        chosen = self.callers.get(f"{mutant.path}:{mutant.function}", []) if callers else list(self.seconds)
-        used = sum(self.seconds[test] for test in chosen)
-        pid = _start(chosen if callers else self.files, mutant, round(5 + 2 * used))
-        return pid, time.monotonic() + 60.0 + 30 * used
-
-
-def _run_tests(tests: Sequence[str], mutant: Mutant | None, watcher: _Watcher | None) -> int:
+def _run_tests(tests: Sequence[str], mutant: Mutant | None) -> int:
     """In this process, which ends with it."""
+    import pytest
+
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
     if mutant is not None:
         sys.meta_path.insert(0, _Planted(mutant))
-    os.chdir(ROOT)
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m"]
-    plugins = [] if watcher is None else [watcher]
-    return int(pytest.main([*options, "not slow and not gpu and not multigpu", *tests], plugins))
+    options = [
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-m",
+        "not slow and not gpu and not multigpu",
+    ]
+    return int(pytest.main([*options, "--rootdir", str(ROOT), *(str(ROOT / test) for test in tests)]))
 
 
-def _start(tests: Sequence[str], mutant: Mutant | None, cpu_s: int, watcher: _Watcher | None = None) -> int:
+def _start(tests: Sequence[str], mutant: Mutant | None, cpu_s: int) -> int:
     """Fork a process that runs the tests; its pid. No threads here: a lock that one held would stay shut there."""
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
             resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-            status = _run_tests(tests, mutant, watcher)
+            status = _run_tests(tests, mutant)
         finally:
             os._exit(status)
     return pid
 
 
-def _wait(running: Mapping[int, float]) -> tuple[int, bool]:
-    """The first of these processes (pid: until when) that is done, and whether its tests passed."""
+def _wait(running: dict[int, float]) -> tuple[int, bool, float]:
+    """The first of these processes (pid: until when) that is done, whether its tests passed, its CPU seconds."""
     while True:
         for pid, until in running.items():
-            done, status = os.waitpid(pid, os.WNOHANG)
+            done, status, used = os.wait4(pid, os.WNOHANG)
             if done:
-                return pid, os.waitstatus_to_exitcode(status) == 0
+                return pid, os.waitstatus_to_exitcode(status) == 0, used.ru_utime + used.ru_stime
             if time.monotonic() > until:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-                return pid, False
+                return pid, False, 0.0
         time.sleep(0.02)
 
 
-def _verdicts(chosen: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, bool]]:
-    """Each mutant, and whether the tests passed all the same; in the order in which they end.
+def _limits(tests: Sequence[str]) -> tuple[int, float]:
+    """Seconds of CPU and of time that these tests may take with a fault; ValueError if they fail without one."""
+    began = time.monotonic()
+    _, passed, used = _wait({_start(tests, None, 900): began + 900.0})
+    if not passed:
+        raise ValueError(f"{' '.join(tests)}: fail without a fault")
+    return round(LEAST_LIMIT_S + 2 * used), LEAST_LIMIT_S + 20 * (time.monotonic() - began)
 
-    First the tests that call its function; if they pass, all: what a fixture or a cache called is not seen."""
-    files = {path: tuple(_tests_of(path)) for path in {mutant.path for mutant in chosen}}
-    tests: dict[tuple[str, ...], _Tests] = {}
-    running: dict[int, tuple[Mutant, bool, float]] = {}
-    waiting = [(mutant, mutant.function > 0) for mutant in reversed(chosen)]
+
+def _verdicts(chosen: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, bool]]:
+    """Each mutant, and whether the tests passed all the same; in the order in which they end."""
+    limits: dict[tuple[str, ...], tuple[int, float]] = {}
+    running: dict[int, tuple[Mutant, float]] = {}
+    waiting = list(reversed(chosen))
     while waiting or running:
         while waiting and len(running) < jobs:
-            mutant, callers = waiting.pop()
-            mine = files[mutant.path]
-            if mine not in tests:
-                tests[mine] = _Tests.watched(mine, [path for path, found in files.items() if found == mine])
-            callers = callers and f"{mutant.path}:{mutant.function}" in tests[mine].callers
-            pid, until = tests[mine].start(mutant, callers=callers)
-            running[pid] = (mutant, callers, until)
-        pid, passed = _wait({pid: until for pid, (_, _, until) in running.items()})
-        mutant, callers, _ = running.pop(pid)
-        if passed and callers:
-            waiting.append((mutant, False))
-        else:
-            yield mutant, passed
+            tests = tuple(_tests_of(waiting[-1].path))
+            if tests not in limits:
+                limits[tests] = _limits(tests)
+            mutant, (cpu_s, limit_s) = waiting.pop(), limits[tests]
+            running[_start(tests, mutant, cpu_s)] = (mutant, time.monotonic() + limit_s)
+        pid, passed, _ = _wait({pid: until for pid, (_, until) in running.items()})
+        yield running.pop(pid)[0], passed
 
 
 def judged() -> dict[tuple[str, str, str], str]:
@@ -243,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
     options = parser.parse_args(arguments)
-    for name in ("numba", "numpy", "msgspec", "torch"):
+    for name in ("numba", "numpy", "msgspec", "pytest", "torch"):
         __import__(name)  # once, before the forks
     chosen = _chosen(options.files, options.sample if options.again is None else 0, options.seed)
     if options.again is not None:
