@@ -11,13 +11,14 @@ SOURCES := $(shell find evenroute eplb routing dist tools -name '*.py' 2>/dev/nu
 STAMP   := $(VENV)/.installed-$(SOURCES)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-slow simulate test-gpu test-multigpu test-release lint format types versions ci wheel clean
+.PHONY: help install demo test test-slow simulate mutants soak test-gpu test-multigpu test-release lint format types versions ci wheel clean
 
 help:
 	@echo "make demo      set up $(VENV) and run the main job on $(RANKS) ranks"
 	@echo "make test      set up $(VENV) and run the tests (under 15 minutes on two cores)"
 	@echo "make test-slow the long suites: simulator, chaos, scale, fuzz"
 	@echo "make simulate  100,000 seeded schedules of faults on the switch protocol (SEEDS=A:B)"
+	@echo "make mutants   planted faults against the tests of their files; make soak: a hostile peer for MINUTES=$(MINUTES)"
 	@echo "make test-gpu  the suite for one GPU; make test-multigpu for two or more"
 	@echo "make test-release  build wheel and sdist, run them in a fresh environment; make demo in a clean copy"
 	@echo "make versions  the same sources with other versions of Python, torch and triton (.ci/versions)"
@@ -48,6 +49,16 @@ test-slow: install
 SEEDS ?= 0:100000
 simulate: install
 	cd tests && $(abspath $(BIN))/python -m support.simulator --seeds $(SEEDS) --jobs $$(nproc)
+
+# Small faults planted one by one, each against the tests of its file; MUTANTS="FILE ... --sample N" for a part.
+MUTANTS ?=
+mutants: install
+	cd tests && nice $(abspath $(BIN))/python -m support.mutants --jobs $$(nproc) $(MUTANTS)
+
+# One hostile peer beside 32 honest ranks.
+MINUTES ?= 30
+soak: install
+	EVENROUTE_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m slow tests/dist/chaos/test_soak.py -s
 
 test-gpu: install
 	$(BIN)/python -m pytest -m "gpu"

@@ -45,6 +45,11 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
+def printable(text: str) -> str:
+    """A stranger's text for people: what would move the cursor or begin a line is escaped."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 def require_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Raise ValueError unless ``value`` is one of ``allowed``."""
     if not isinstance(value, str) or value not in allowed:

@@ -262,6 +262,7 @@ class RankCore:
             conflict=max(state.conflict, self.conflict),
             refused=self.refused,
             token=self.token,
+            shadow=self.config.shadow,
         )
 
     def _live(self) -> tuple[bytes, bytes]:

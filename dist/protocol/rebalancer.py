@@ -122,10 +122,10 @@ class RebalancerCore:
         if (reason := self._implausible(status)) is not None:
             return self._refuse(peer, status.run, "status", f"rank {status.rank}: {reason}")
         if self._fenced(status, now):
-            return self._end(
-                f"rank {status.rank} is led by epoch {status.fence}, above {self.epoch}, this one's"
-            )
+            return self._end(f"rank {status.rank} is led by epoch {status.fence}, above own {self.epoch}")
         if self.view is None or status.run != self.view.run:
+            if self.phase is Phase.SERVING and status.fence > self.epoch:
+                return []  # of a rebalancer that took over; it becomes nothing here while this one's run is heard
             if status.token != self._token:
                 self.counters.statuses_of_other_runs += 1
                 return [Outgoing(peer, Token(status.run, self.epoch, self._token))]

@@ -32,6 +32,7 @@ class RankView:
     conflict: Key = NO_KEY
     refused: Key = NO_KEY
     trouble: str = ""
+    shadow: bool = False
 
     def update(self, status: RankStatus, peer: Hashable, now: float) -> None:
         """Take a status; one that was overtaken changes no key."""
@@ -40,6 +41,7 @@ class RankView:
         self.held = max(self.held, status.held)
         self.conflict = max(self.conflict, status.conflict)
         self.refused = max(self.refused, status.refused)
+        self.shadow = status.shadow
 
 
 class RunView:
@@ -153,9 +155,11 @@ class RunView:
         return max([failed, *(max(rank.conflict, rank.refused) for rank in self.ranks.values())])
 
     def settled(self, newest: Key) -> bool:
-        """Whether version ``newest`` is live in all layers, or never will be (failed, conflict, refused)."""
+        """Whether version ``newest`` is live in all layers, or never will be (failed, conflict, refused, shadow)."""
         if self.newest_status is None:
             return False
+        if any(rank.shadow for rank in self.ranks.values()):
+            return not self.ranks_below(newest)  # no rank of the job will ever take it up
         return self.live_range() == (newest, newest) or self.given_up() >= newest
 
     def ranks_below(self, newest: Key) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.rebalancer.log import LimitedLog
 from evenroute.dist.wire.link import RouterLink
 from evenroute.dist.wire.messages import JobShape, RankStatus
+from evenroute.eplb._checks import printable
 from evenroute.eplb.store.writer import HistoryStore
 
 LIVE_S = 3.5  # a rank that was heard so lately is alive: three heartbeats
@@ -304,7 +305,7 @@ class JobGate:
 
 
 def _name(run: int, job: JobShape) -> str:
-    model = f" ({job.model})" if job.model else ""
+    model = f" ({printable(job.model)})" if job.model else ""
     return f"job {run:x}{model} of {job.ep_size} ranks"
 
 

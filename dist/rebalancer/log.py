@@ -6,6 +6,8 @@ import logging
 import time
 from dataclasses import dataclass
 
+from evenroute.eplb._checks import printable
+
 LIMIT_PER_MINUTE = 20
 _PERIOD_S = 60.0
 _LONGEST_PERIOD_S = 3600.0
@@ -22,10 +24,18 @@ class _Kind:
     flooding: bool = False
 
 
+class _OneLine(logging.Formatter):
+    """A message may quote a stranger: what would move the cursor or begin a line is escaped. Tracebacks are kept."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+
 def set_up_logging(level: str) -> None:
     """One line a message on stderr, with UTC time; for the processes of this package only."""
     handler = logging.StreamHandler()
-    formatter = logging.Formatter("%(asctime)sZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter = _OneLine("%(asctime)sZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
     logger = logging.getLogger("evenroute")

@@ -132,6 +132,7 @@ class StatusBuilder:
                     tokens=0 if state is None else state.tokens,
                     behind=number not in ended and (view is None or view.held < newest),
                     ended=number in ended,
+                    shadow=view is not None and view.shadow,
                     recording=recordings.get(number),
                 )
             )

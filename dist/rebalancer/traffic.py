@@ -67,7 +67,7 @@ class RankTraffic:
         """One frame of a rank: a window joins the batch, anything else is answered at once."""
         message = self._decode(received)
         if isinstance(message, RankWindow):
-            self._note_merged(message)
+            self._note_merged(received.peer, message)
             if not self._windows:
                 self._batch_at = now + _BATCH_S
             self._windows.append((received.peer, message))
@@ -111,8 +111,11 @@ class RankTraffic:
             windows, self._windows = self._windows, []
             self.send(self._core.receive_windows(windows))
 
-    def _note_merged(self, window: RankWindow) -> None:
+    def _note_merged(self, peer: bytes, window: RankWindow) -> None:
         """A rank's window that covers more steps than the run's shortest: unsent ones were merged in it."""
+        view = self._core.view
+        if view is None or window.run != view.run or not view.speaks_for(peer, window.rank):
+            return
         if window.run != self._merged_run:
             self._merged_run, self._shortest = window.run, 0
         steps = window.last_step - window.first_step + 1

@@ -112,6 +112,7 @@ class RankHealth(Struct, frozen=True, forbid_unknown_fields=True):
     tokens: int = 0
     behind: bool = False
     ended: bool = False  # it has said goodbye
+    shadow: bool = False  # it takes no placement up
     recording: RankRecording | None = None
 
 

@@ -13,6 +13,8 @@ from typing import Annotated, Final, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from evenroute.eplb._checks import printable
+
 PROTOCOL_VERSION: Final = 2
 """2 brought `Refusal`, `Goodbye`, a rank's ``identity`` and bounds on steps. Another version is refused by name."""
 DEFAULT_FRAME_LIMIT: Final = 32 * 1024 * 1024
@@ -70,6 +72,7 @@ class RankStatus(Struct, frozen=True, tag="status", forbid_unknown_fields=True):
     ``held``: key of the newest placement received. ``fence``: highest epoch heard in this run. ``identity``: drawn by
     the rank at its start, known to nobody else: who sent it first speaks for this rank, over all of its connections.
     ``live_keys`` int64 [L, 2]; ``live_digests`` int64 [L]. ``failed``, ``conflict``, ``refused``: highest such key.
+    ``shadow``: the rank receives placements and takes none up.
     """
 
     run: Int62
@@ -86,6 +89,7 @@ class RankStatus(Struct, frozen=True, tag="status", forbid_unknown_fields=True):
     conflict: Key = NO_KEY
     refused: Key = NO_KEY
     token: Int62 = 0
+    shadow: bool = False
     protocol: int = PROTOCOL_VERSION
 
 
@@ -236,7 +240,7 @@ def decode_frame(
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        text = " ".join(str(error).split())[:200]  # it may quote what a stranger sent: keep it to one line
+        text = printable(str(error))[:200]  # it may quote what a stranger sent
         raise MessageError(f"frame: {_foreign_version(frame) or text}") from None
 
 

@@ -59,6 +59,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).is_dir():
             (source / name).mkdir()
             for path in tracked(name):
+                (source / path).parent.mkdir(parents=True, exist_ok=True)
                 (source / path).write_bytes((ROOT / path).read_bytes())
         elif (ROOT / name).exists():
             (source / name).write_bytes((ROOT / name).read_bytes())

@@ -66,6 +66,7 @@ def test_a_captured_call_follows_flags_rows_and_placements() -> None:
         assert torch.equal(experts_of(placement, out.physical_ids), out.logical_ids)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor of torch 2.11 on itself
 @pytest.mark.parametrize("given", [False, True])
 def test_fullgraph_with_inductor(given: bool) -> None:
     router, plain = make(1), make(1)

@@ -126,8 +126,9 @@ def all_flags() -> set[str]:
             walk(child)
 
     walk(command_tree())
-    for action in [*build_parser()._actions, *planner.build_parser()._actions]:
-        flags.update(action.option_strings)
+    for parser in (build_parser(), planner.build_parser()):
+        for action in parser._actions:
+            flags.update(action.option_strings)
     return {flag for flag in flags if flag.startswith("--")}
 
 

@@ -1,4 +1,4 @@
-"""An engine as awkward as real ones: python -m support.stand_in_engine FOLDER ADDRESS STEPS, started as by torchrun.
+"""An engine as awkward as real ones: python -m support.stand_in_engine FOLDER ADDRESS STEPS [MODE], as by torchrun.
 
 It learns of a pass's rows when it runs it, runs dummy passes that it tells nobody of, pads every batch, runs a draft
 layer more often than the others, chooses experts by itself, keeps maps of its own, and never closes anything.
@@ -29,7 +29,7 @@ L, E, P, K, PADDED = 3, 16, 20, 4, 8
 
 
 class Engine:
-    def __init__(self, rank, size, folder, address):
+    def __init__(self, rank, size, folder, address, mode):
         placement = Placement.initial(L, E, P, Topology(size))
         self.tables = DispatchTables(placement, ep_rank=rank, device="cpu")
         counters = ExpertCounters(L, E, device="cpu")
@@ -37,7 +37,12 @@ class Engine:
         self.maps = np.full((L, P), -1)
         self.agent = RankAgent.start(
             AgentConfig(
-                rebalancer=address, window_steps=10, heartbeat_s=0.3, resend_s=0.3, close_limit_s=20.0
+                rebalancer=address,
+                mode=mode,
+                window_steps=10,
+                heartbeat_s=0.3,
+                resend_s=0.3,
+                close_limit_s=20.0,
             ),
             placement=placement,
             tables=self.tables,
@@ -90,10 +95,11 @@ class Engine:
 
 def main():
     folder, address, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    mode = sys.argv[4] if len(sys.argv) > 4 else "balance"
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     join_job(backend="gloo", limit_s=150.0, collective_limit_s=120.0)
     atexit.register(torch_dist.destroy_process_group)
-    engine, switches = Engine(rank, size, folder, address), 0
+    engine, switches = Engine(rank, size, folder, address, mode), 0
     for step in range(steps):
         busy = rank == 0 or step % 3 == 0
         engine.forward(int(engine.rng.integers(1, PADDED)) if busy else None)

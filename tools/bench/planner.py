@@ -246,7 +246,7 @@ ON_ANY_LOADS = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Its flags."""
+    """The flags of the benchmark."""
     parser = argparse.ArgumentParser(prog="evenroute bench planner", description=__doc__)
     parser.add_argument("--data", type=Path, default=Path(__file__).resolve().parents[3] / "shared" / "data")
     parser.add_argument("--synthetic", action="store_true", help="loads of our own making instead of --data")

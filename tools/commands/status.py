@@ -79,7 +79,8 @@ def status_lines(status: RebalancerStatus) -> list[str]:
         f"ranks      {len(heard)}/{status.ep_size} heard, {f'{silent} silent, ' if silent else ''}"
         f"{f'{ended} ended, ' if ended else ''}"
         f"the quietest {silence:.1f} s ago",
-        f"version    newest {_key(status.newest)}, in use {live}",
+        f"version    newest {_key(status.newest)}, in use {live}"
+        + (" (shadow mode: no rank takes a placement up)" if any(rank.shadow for rank in heard) else ""),
         f"planner    {status.plans_succeeded} decisions, {errors} errors{f' ({failed})' if failed else ''}, "
         + (
             "paused"

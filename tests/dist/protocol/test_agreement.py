@@ -228,6 +228,14 @@ def test_a_version_has_the_rows_and_digests_of_its_placement() -> None:
             assert row.shares is None or (row.shares == expected.shares).all()
 
 
+def test_votes_are_counted_from_none() -> None:
+    job = Ranks()
+    assert job.state.votes_decided == 0
+    for vote in range(1, 4):
+        job.vote()
+        assert job.state.votes_decided == vote
+
+
 def test_nothing_is_opened_while_a_candidate_waits_for_what_is_open() -> None:
     ranks = Ranks(num_buffers=2)
     ranks.vote(A)

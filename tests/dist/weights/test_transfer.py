@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 
 from evenroute.dist.weights.transfer import (
     MOST_ROUNDS,
+    Chunk,
     LayerTransfer,
+    LocalCopy,
+    Piece,
     Receive,
     most_peers,
     plan_transfer,
@@ -75,7 +78,10 @@ def test_schedule_of_random_rows(seed: int, size: tuple[int, int, int, int]) -> 
     transfer = plan_transfer(live, target, topology)
     assert np.array_equal(_replay(transfer, live), target)
     assert transfer.moved == tuple(np.flatnonzero(live != target).tolist())
+    on_ranks = ((rank, slot) for rank in range(ep_size) for slot in transfer.moved_on(rank))
+    assert tuple(rank * num_local + slot for rank, slot in on_ranks) == transfer.moved
     receives = [receive for one in transfer.rounds for receive in one]
+    assert transfer.num_receives == len(receives)
     held = [set(live[r * num_local : (r + 1) * num_local].tolist()) for r in range(ep_size)]
     for receive in receives:
         assert receive.expert not in held[receive.dest_rank], "what is on the rank is not fetched"
@@ -199,6 +205,96 @@ def test_peers_of_chunks_together() -> None:
     assert most_peers([one]) == most_peers([other]) == 1
     assert most_peers([one, other]) == 2
     assert most_peers([]) == 0
+
+
+def test_peers_are_counted_at_senders_and_receivers() -> None:
+    def chunk(*receives: Receive) -> Chunk:
+        return Chunk(tuple(Piece(receive, 0, 1) for receive in receives), (), 1)
+
+    to_one, to_other = Receive(0, 0, 2, 0, 1), Receive(0, 0, 4, 0, 2)
+    assert most_peers([chunk(to_one, to_other)]) == 2, "a sender of two"
+    from_other = Receive(1, 5, 3, 2, 1)
+    assert most_peers([chunk(to_one, from_other)]) == 2, "a receiver from two"
+    assert most_peers([chunk(to_one), chunk(to_one)]) == 1
+    assert most_peers([chunk(to_one, Receive(1, 2, 1, 1, 0))]) == 1, "each other's peer"
+
+
+def test_of_equal_sources_the_next_rank_round_the_ring_sends() -> None:
+    # Expert 0 lies on three of the four ranks; the fourth takes it from the one after it.
+    for dest, source in ((0, 1), (1, 2), (2, 3), (3, 0)):
+        live = np.array([0, 1, 0, 2, 0, 3, 0, 4], dtype=np.int32)
+        live[2 * dest] = 5
+        target = live.copy()
+        target[2 * dest + 1] = 0
+        ((receive,),) = plan_transfer(live, target, Topology(4)).rounds
+        assert (receive.source_rank, receive.dest_rank) == (source, dest)
+
+
+def test_many_replicas_leave_no_sender_busier_than_needed() -> None:
+    """Choices that the greedy order gets wrong are shifted along chains."""
+    topology = Topology(6)
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        live, target = (random_row(rng, 30, 48, 6) for _ in range(2))
+        receives = [receive for one in plan_transfer(live, target, topology).rounds for receive in one]
+        sends = Counter(receive.source_rank for receive in receives)
+        assert max(sends.values()) == _fewest_sends(receives, live, topology), seed
+
+
+def test_a_receiver_takes_from_the_first_of_a_ranks_slots() -> None:
+    live = np.array([1, 0, 0, 2, 3, 4], dtype=np.int32)
+    target = np.array([1, 0, 0, 0, 3, 4], dtype=np.int32)
+    ((receive,),) = plan_transfer(live, target, Topology(2)).rounds
+    assert (receive.source, receive.dest) == (1, 3)
+
+
+def test_local_copies_cost_an_eighth_and_share_chunks() -> None:
+    copies = tuple(LocalCopy(expert, expert, (expert + 1) % 16) for expert in range(16))
+    transfer = LayerTransfer(16, copies, ())
+
+    def sizes(
+        expert_bytes: int, chunk_bytes: int, transfer: LayerTransfer = transfer
+    ) -> list[tuple[int, int]]:
+        chunks = split_chunks(transfer, expert_bytes=expert_bytes, chunk_bytes=chunk_bytes, max_peers=1)
+        assert Counter(copy for chunk in chunks for copy in chunk.copies) == Counter(copies)
+        return [(len(chunk.copies), chunk.cost) for chunk in chunks]
+
+    assert sizes(8000, 8000) == [(8, 8000), (8, 8000)]
+    assert sizes(8000, 12_000) == [(12, 12_000), (4, 4000)]
+    assert sizes(80_000, 8000) == [(1, 10_000)] * 16, "larger than the bound: one at a time"
+    assert sizes(64, 8000) == [(16, 16 * 125)], "small ones cost the host's calls: a 64th of the bound"
+    assert sizes(1, 1) == [(1, 1)] * 16
+    # The ranks copy side by side.
+    assert sizes(8000, 8000, LayerTransfer(8, copies, ())) == [(16, 8000)]
+
+
+def test_rounds_share_a_chunk_while_their_bytes_fit() -> None:
+    def receive(slot: int, source: int = 0) -> Receive:
+        return Receive(slot, slot, 40 + slot, source, 2)
+
+    transfer = LayerTransfer(20, (), tuple((receive(slot),) for slot in range(10)))
+
+    def costs(expert_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
+        chunks = split_chunks(transfer, expert_bytes=expert_bytes, chunk_bytes=chunk_bytes, max_peers=1)
+        return [(len(chunk.pieces), chunk.cost) for chunk in chunks]
+
+    assert costs(100, 400) == [(4, 400), (4, 400), (2, 200)]
+    assert costs(100, 399) == [(3, 300), (3, 300), (3, 300), (1, 100)]
+    assert costs(10, 1600) == [(8, 1600), (2, 400)], "eight rounds fill a step, however small"
+    assert costs(100, 100) == [(1, 100)] * 10
+    two = LayerTransfer(20, (), ((receive(0),), (receive(21, 1),)))
+    assert len(split_chunks(two, expert_bytes=1, chunk_bytes=100, max_peers=2)) == 1
+    assert len(split_chunks(two, expert_bytes=1, chunk_bytes=100, max_peers=1)) == 2
+
+
+def test_an_expert_above_the_bound_is_cut_at_aligned_bytes() -> None:
+    transfer = LayerTransfer(2, (), ((Receive(0, 0, 2, 0, 1),),))
+    chunks = split_chunks(transfer, expert_bytes=5000, chunk_bytes=2100, max_peers=1)
+    assert [(p.start, p.stop, c.cost) for c in chunks for p in c.pieces] == [
+        (0, 2048, 2048),
+        (2048, 4096, 2048),
+        (4096, 5000, 904),
+    ]
 
 
 def test_permuting_on_the_rank_sends_nothing() -> None:

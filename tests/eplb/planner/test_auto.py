@@ -94,6 +94,13 @@ def test_backtest_prefers_the_last_window_under_drift_and_the_mean_under_noise()
     result = backtest(drifting, placement=placement)
     assert result.best == "last"
     assert result.scores["last"] > result.scores["mean"]
+    assert result.num_windows == 8
+    slots = placement.physical_to_logical.size
+    assert all(0 < moves <= 8 * int(0.02 * slots) for moves in result.moves.values())
+    assert backtest(drifting, placement=placement, most_windows=3).num_windows == 3
+    assert backtest(drifting[:2], placement=placement).num_windows == 1
+    still = backtest(drifting, placement=placement, move_fraction=0.0)
+    assert set(still.moves.values()) == {0}
     plan = plan_placement(
         drifting, topology=Topology(8), num_slots=80, current=placement, policy="weighted", windows="auto"
     )
