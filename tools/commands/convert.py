@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenroute.tools.errors import check_output, one_line_errors
+from evenroute.tools.errors import check_output
 from evenroute.tools.options import AsJson, Layout, NumExperts
 from evenroute.tools.report.words import visible
 
@@ -40,7 +40,6 @@ Unfinished = Annotated[
 ]
 
 
-@one_line_errors
 def convert(
     source: In,
     target: Out,
@@ -104,11 +103,6 @@ def convert(
 
 def _report(as_json: bool, line: str, **facts: str | int) -> None:
     typer.echo(json.dumps(facts) if as_json else f"{visible(str(facts['output']))}: {line}")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(convert)
 
 
 def _open(
