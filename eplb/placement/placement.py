@@ -169,7 +169,7 @@ class Placement:
 
     def to_dataframe(self) -> Any:
         """A pandas DataFrame by slot: ``layer, rank, slot, expert, share`` (of 1); ImportError without pandas."""
-        shares = divide_evenly(self.physical_to_logical) if self.shares is None else self.shares
+        shares = even_shares(self.physical_to_logical) if self.shares is None else self.shares
         return slot_frame(self.physical_to_logical, shares / SHARE_TOTAL, self.num_local_slots)
 
     @classmethod
