@@ -23,7 +23,7 @@ import pytest
 from evenroute.dist.engines.seams import find_seams, seam_problem
 from evenroute.eplb.dump.reader import DumpReader
 from evenroute.eplb.store.writer import StoreReader
-from support.control_plane import ROOT, RebalancerProcess, child_environment, wait_for
+from support.control_plane import RebalancerProcess, child_environment, wait_for
 from support.vllm_engine import models
 from support.vllm_engine.serve import EPLB, engine_environment
 
@@ -105,7 +105,6 @@ class Engine:
 def engine_base() -> dict[str, str]:
     env = child_environment()
     env.pop("TRITON_INTERPRET", None)
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env["PYTHONPATH"]])
     return env
 
 
@@ -171,7 +170,7 @@ def check(engine: Engine, store: Path, wanted: Any, *, shared: bool, least: int)
 
 def finished(rebalancer: RebalancerProcess) -> None:
     """All ranks said goodbye."""
-    wait_for(lambda: rebalancer.status().ended == 2, 60, "a clean end of both ranks")
+    wait_for(lambda: rebalancer.status().state == "finished", 60, "a clean end of both ranks")
 
 
 def test_tensor_parallel_before_during_and_after_switches_and_without_its_rebalancer(
@@ -249,11 +248,13 @@ def test_compiled(tmp_path: Path, qwen: tuple[Path, Any], choice: str) -> None:
 def test_sigmoid_bias_groups_and_a_shared_expert(tmp_path: Path) -> None:
     model = models.write_deepseek(tmp_path / "model")
     wanted = plain_rounds(tmp_path / "plain", model)
-    with RebalancerProcess(tmp_path, flags=FLAGS) as rebalancer:
-        with running(tmp_path / "engine", model, TP2, EVENROUTE_REBALANCER=rebalancer.bind) as engine:
-            engine.wait_switches(7)
-            engine.finish()
-            finished(rebalancer)
+    with (
+        RebalancerProcess(tmp_path, flags=FLAGS) as rebalancer,
+        running(tmp_path / "engine", model, TP2, EVENROUTE_REBALANCER=rebalancer.bind) as engine,
+    ):
+        engine.wait_switches(7)
+        engine.finish()
+        finished(rebalancer)
     check(engine, rebalancer.store, wanted, shared=True, least=20)
 
 
