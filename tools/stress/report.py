@@ -150,6 +150,9 @@ def _summary_table(report: dict[str, Any]) -> Table:
     rows += _cost_rows(cost)
     for name, value in rows:
         table.add_row(name, value)
+    said = report.get("worth", {}).get("said")
+    if said:
+        table.caption, table.caption_justify = said, "left"
     return table
 
 

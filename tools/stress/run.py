@@ -14,6 +14,7 @@ import torch.distributed as torch_dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from evenroute.dist.client import query_status
 from evenroute.dist.rank.agent import AgentConfig, RankAgent, StepResult
 from evenroute.dist.weights.mover import TablesOnly
 from evenroute.eplb.files.sglang import read_logical_count
@@ -278,6 +279,19 @@ class StressRank:
         )
 
 
+def worth_of_rebalancing(address: str) -> dict[str, Any]:
+    """What the rebalancer says that it saved and cost this run; nothing where it does not answer or has no figures."""
+    try:
+        status = query_status(address, timeout_s=5.0)
+    except (OSError, ValueError, RuntimeError):
+        return {}
+    return {
+        "saved_gpu_seconds": status.saved_gpu_seconds,
+        "cost_gpu_seconds": status.cost_gpu_seconds,
+        "said": status.worth,
+    }
+
+
 def run_rank(options: StressOptions) -> int:
     """Runs this rank to its end; returns the exit status."""
     # torchrun ends its ranks with SIGTERM: leave through `finally`, so that the rebalancer and its folder go too.
@@ -302,6 +316,8 @@ def run_rank(options: StressOptions) -> int:
         if rank.moe is not None:
             rank.moe.close()
         report = rank.report(own)
+        if rank.rank == 0 and address:
+            report["worth"] = worth_of_rebalancing(address)
     finally:
         if own is not None:
             own.close()
