@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.table import Table
 
+from evenroute.dist.client import query_status
 from evenroute.eplb.loads.balance import Balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.tools.stress.options import StressOptions
@@ -88,6 +89,19 @@ def headline(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "switches": len(keys) - 1,
         "moved_slots": sum(row["moved_slots"] for row in rows),
         "key": last["key"],
+    }
+
+
+def worth_of_rebalancing(address: str) -> dict[str, Any]:
+    """What the rebalancer says that it saved and cost this run; nothing where it does not answer or has no figures."""
+    try:
+        status = query_status(address, timeout_s=5.0)
+    except (OSError, ValueError, RuntimeError):
+        return {}
+    return {
+        "saved_gpu_seconds": status.saved_gpu_seconds,
+        "cost_gpu_seconds": status.cost_gpu_seconds,
+        "said": status.worth,
     }
 
 

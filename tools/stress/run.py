@@ -14,7 +14,6 @@ import torch.distributed as torch_dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from evenroute.dist.client import query_status
 from evenroute.dist.rank.agent import AgentConfig, RankAgent, StepResult
 from evenroute.dist.weights.mover import TablesOnly
 from evenroute.eplb.files.sglang import read_logical_count
@@ -293,19 +292,6 @@ class StressRank:
             store=own.store if own is not None else None,
             run=self.agent.run,
         )
-
-
-def worth_of_rebalancing(address: str) -> dict[str, Any]:
-    """What the rebalancer says that it saved and cost this run; nothing where it does not answer or has no figures."""
-    try:
-        status = query_status(address, timeout_s=5.0)
-    except (OSError, ValueError, RuntimeError):
-        return {}
-    return {
-        "saved_gpu_seconds": status.saved_gpu_seconds,
-        "cost_gpu_seconds": status.cost_gpu_seconds,
-        "said": status.worth,
-    }
 
 
 def run_rank(options: StressOptions) -> int:
