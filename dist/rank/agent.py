@@ -26,7 +26,7 @@ from evenroute.dist.groups import RollCall
 from evenroute.dist.protocol.job_start import StartedJob
 from evenroute.dist.protocol.rank import PreparedPlacement, RankConfig, RankCore, prepare_placement
 from evenroute.dist.protocol.stream import Unsent
-from evenroute.dist.rank.clock import StepClock
+from evenroute.dist.rank.clock import StepTimer
 from evenroute.dist.rank.closing import Closing, close_with
 from evenroute.dist.rank.counts import Counters, CountTaker
 from evenroute.dist.rank.start import Tables, agree_on_start, check_start, connect
@@ -116,7 +116,7 @@ class RankAgent:
             ),
         )
         self._recorder = self._thread.recorder
-        self._clock = StepClock(self._thread.report, self.run, self.rank, mover, every_s=config.heartbeat_s)
+        self._clock = StepTimer(self._thread.report, self.run, self.rank, mover, every_s=config.heartbeat_s)
         self._tap = RecordingTap(started.job, counters.device)
         self._rows_changed = False  # since the live rows last went to a recording
         self._takes = CountTaker(

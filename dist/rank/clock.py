@@ -17,7 +17,7 @@ _LONGEST_S = 3600.0
 _NOTHING = MoveTotals()
 
 
-class StepClock:
+class StepTimer:
     """From one call of `step` to the next is a step; weights moved in it where the mover has done something since.
 
     A median knows no pauses: a rank that waits for requests now and then has the step time of the others.

@@ -37,6 +37,7 @@ from evenroute.tools.stress.report import (
     key_label,
     print_report,
     segment_rows,
+    worth_of_rebalancing,
     write_report,
 )
 

@@ -3,7 +3,7 @@
 import pytest
 
 from evenroute.dist.rank import clock
-from evenroute.dist.rank.clock import StepClock
+from evenroute.dist.rank.clock import StepTimer
 from evenroute.dist.weights.mover import MoveTotals
 
 
@@ -33,7 +33,7 @@ def run(monkeypatch):
 
 def test_pauses_between_requests_are_no_step_time(run) -> None:
     sent = []
-    run(StepClock(sent.append, 7, 3, object(), every_s=1.0), [0.02] * 60 + [90.0] + [0.02] * 60)
+    run(StepTimer(sent.append, 7, 3, object(), every_s=1.0), [0.02] * 60 + [90.0] + [0.02] * 60)
     assert [(one.run, one.rank, one.step_s) for one in sent] == [(7, 3, pytest.approx(0.02))] * len(sent)
     assert sum(one.steps for one in sent) <= 121
     assert 2 <= len(sent) <= 4, "at most one in every_s seconds"
@@ -42,7 +42,7 @@ def test_pauses_between_requests_are_no_step_time(run) -> None:
 
 def test_steps_in_which_weights_moved_are_left_out_and_their_loss_is_counted(run) -> None:
     sent, mover = [], Mover()
-    made = StepClock(sent.append, 1, 0, mover, every_s=1.0)
+    made = StepTimer(sent.append, 1, 0, mover, every_s=1.0)
     times = [0.05 if 20 <= k < 30 else 0.02 for k in range(200)]
     run(made, times, chunks=lambda k: 20 <= k < 30, mover=mover)
     assert [one.step_s for one in sent] == [pytest.approx(0.02)] * len(sent)
@@ -53,6 +53,6 @@ def test_steps_in_which_weights_moved_are_left_out_and_their_loss_is_counted(run
 
 def test_moving_that_makes_steps_no_longer_costs_nothing(run) -> None:
     sent, mover = [], Mover()
-    run(StepClock(sent.append, 1, 0, mover, every_s=1.0), [0.02] * 100, chunks=lambda k: k % 2, mover=mover)
+    run(StepTimer(sent.append, 1, 0, mover, every_s=1.0), [0.02] * 100, chunks=lambda k: k % 2, mover=mover)
     assert sent[-1].slots > 0
     assert sent[-1].lost_s == pytest.approx(0.0, abs=1e-6)
