@@ -116,7 +116,7 @@ class VllmJob:
 
         experts, top_k = tables.num_logical_experts, layers[0].router.top_k
         recording = bool(settings.agent.record_dir)
-        emit = ("weights", "physical_ids")
+        emit: tuple[str, ...] = ("weights", "physical_ids")
         if recording or self.shadow or layers[0].router.capture_fn or _captures(config):
             emit = (*emit, "logical_ids")
         made: dict[RouterConfig, Router] = {}

@@ -63,12 +63,12 @@ def device_problem(device: torch.device) -> str:
     return ""
 
 
-def layer_problem(layer: Any, base_router: type, rank: int, num_local: int) -> str:
+def layer_problem(layer: Any, base_router: Any, rank: int, num_local: int) -> str:
     """What of an MoE layer is refused; empty where nothing is.
 
     rank, num_local   of the EP group, and its slots on this rank
     """
-    router = getattr(layer, "router", None)
+    router: Any = getattr(layer, "router", None)
     if not isinstance(router, base_router):
         return f"its router is a {type(router).__name__}, not one of vLLM's BaseRouter: such layers route by themselves"
     if type(router).__name__ in _ROUTERS_REFUSED or getattr(router, "num_fused_shared_experts", 0):

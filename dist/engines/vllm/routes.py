@@ -94,7 +94,8 @@ class EngineRoute:
     def count(self, ids: Tensor) -> Tensor:
         """Count logical ids that vLLM's router chose; the same ids, for its own mapping."""
         _, _, logical = self._call(None, ids, torch.ones_like(ids, dtype=torch.float32))
-        return logical.to(ids.dtype)
+        counted: Tensor = logical.to(ids.dtype)
+        return counted
 
     def _call(self, logits: Tensor | None, ids: Tensor | None, weights: Tensor | None) -> Any:
         arguments = (logits, ids, weights, self._handle, self._layer, self._top_k, self._emits)
