@@ -110,7 +110,7 @@ class StressRank:
             device=device,
         )
         bias = torch.zeros(shape.num_logical_experts, device=device) if shape.use_bias else None
-        self.bias = self.source.effective_bias(bias)
+        self.bias = None if options.routing == "fake" else bias
         self.recorder = SegmentRecorder(
             shape.num_layers, shape.num_logical_experts, options.shape.num_slots, device
         )
