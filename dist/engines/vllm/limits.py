@@ -71,7 +71,7 @@ def layer_problem(layer: Any, base_router: Any, rank: int, num_local: int) -> st
     router: Any = getattr(layer, "router", None)
     if not isinstance(router, base_router):
         return f"its router is a {type(router).__name__}, not one of vLLM's BaseRouter: such layers route by themselves"
-    if type(router).__name__ in _ROUTERS_REFUSED or getattr(router, "num_fused_shared_experts", 0):
+    if type(router).__name__ in _ROUTERS_REFUSED or getattr(router, "num_fused_shared_experts", 0) > 0:
         return f"{type(router).__name__} with zero or fused shared experts is not supported: fuse none"
     if router.eplb_state is None:
         return "EPLB is off in it"
