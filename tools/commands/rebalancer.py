@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from evenroute.tools.errors import one_line_errors
+from evenroute.tools.options import parse_interval
 
 
 def register(app: typer.Typer) -> None:
@@ -28,7 +29,8 @@ def register(app: typer.Typer) -> None:
             bool, typer.Option("--insecure", help="Allow an address that others can reach without keys.")
         ] = False,
         interval: Annotated[
-            str | None, typer.Option(help="Between plans: seconds (60, 1.5s) or windows (4w).")
+            str | None,
+            typer.Option(help="Between plans: 30s, 5m, 2h (a bare number: seconds) or windows (4w)."),
         ] = None,
         min_tokens: Annotated[int | None, typer.Option(help="Counted tokens that a plan needs.")] = None,
         policy: Annotated[
@@ -41,7 +43,15 @@ def register(app: typer.Typer) -> None:
         num_groups: Annotated[
             int | None, typer.Option(help="Expert groups; above 1 they stay on their node.")
         ] = None,
-        metrics_bind: Annotated[str | None, typer.Option(help="HOST:PORT for Prometheus.")] = None,
+        http_bind: Annotated[
+            str | None,
+            typer.Option(
+                "--http-bind", "--metrics-bind", help="HOST:PORT of the live page, its API and the metrics."
+            ),
+        ] = None,
+        http_token: Annotated[
+            str | None, typer.Option(help="File with the token of the page, where others can reach it.")
+        ] = None,
         ready_file: Annotated[
             str | None, typer.Option(help="JSON with the bound address, once serving.")
         ] = None,
@@ -53,20 +63,26 @@ def register(app: typer.Typer) -> None:
         """Serve a job: collect counts, plan, publish. Ends on SIGTERM or SIGINT; status 1: another has taken over."""
         from pathlib import Path
 
-        from evenroute.dist.config import load_config, parse_interval
+        from evenroute.dist.config import load_config
 
         given = {
             "bind": (bind, "ipc://PATH or tcp://HOST:PORT"),
             "store": (store, "a file's name, in a folder that exists"),
             "config": (config, "a TOML file"),
             "keys": (keys, "a folder of `evenroute keygen`"),
-            "metrics-bind": (metrics_bind, "HOST:PORT"),
+            "http-bind": (http_bind, "HOST:PORT"),
+            "http-token": (http_token, "a file's name"),
             "ready-file": (ready_file, "a file's name"),
             "planner": (planner, "MODULE:FUNCTION"),
         }
         for flag, (value, expected) in given.items():
             if value == "":  # an empty setting would mean none
-                section = {"config": "", "keys": "security.keys: ", "planner": "planner.function: "}
+                section = {
+                    "config": "",
+                    "keys": "security.keys: ",
+                    "http-token": "security.http_token: ",
+                    "planner": "planner.function: ",
+                }
                 field = section.get(flag, f"rebalancer.{flag.replace('-', '_')}: ")
                 raise ValueError(f"{field}--{flag} '' found, expected {expected}")
         seconds_or_windows = (None, None) if interval is None else parse_interval(interval)
@@ -76,7 +92,7 @@ def register(app: typer.Typer) -> None:
                 "rebalancer": {
                     "bind": bind,
                     "store": store,
-                    "metrics_bind": metrics_bind,
+                    "http_bind": http_bind,
                     "ready_file": ready_file,
                     "log_level": log_level,
                 },
@@ -90,6 +106,7 @@ def register(app: typer.Typer) -> None:
                 },
                 "security": {
                     "keys": keys,
+                    "http_token": http_token,
                     "insecure": True if insecure else None,
                 },
             },
