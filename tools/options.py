@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from evenroute.eplb._checks import shown
 
+Address = Annotated[str, typer.Argument(help="ipc://PATH or tcp://HOST:PORT of the rebalancer.")]
 NumExperts = Annotated[int | None, typer.Option(min=1, help="Experts, where a file does not state them.")]
 Layout = Annotated[
     str | None,
@@ -37,3 +39,16 @@ def parse_interval(text: str) -> tuple[float, str]:
     if found[2] == "w":
         return value, "windows"
     return value * _UNITS[found[2] or "s"], "seconds"
+
+
+def setting(name: str, text: str, *flags: str) -> Any:
+    """An option that stands for a settings key, `section.field`: its help shows the key's default and its section."""
+    from evenroute.dist.config import SECTIONS
+
+    section, _, field = name.partition(".")
+    default = next(one.default for one in dataclasses.fields(SECTIONS[section]) if one.name == field)
+    panel = {"rebalancer": "Process", "planner": "Planner", "security": "Security"}[section]
+    shown_default = (
+        "none" if default in ("", None) else f"{default:g}" if isinstance(default, float) else str(default)
+    )
+    return typer.Option(*flags, help=text, show_default=shown_default, rich_help_panel=panel)
