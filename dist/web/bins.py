@@ -60,7 +60,9 @@ class LoadPoint:
 
 def point_of(found: TimeBin) -> LoadPoint:
     """The figures of a bin: total balancedness (sum of means over sum of maxes), which step time follows."""
-    balanced, without = quick_balancedness(found.loads)[1], quick_balancedness(found.without)[1]
+    balanced, without = (
+        quick_balancedness(loads.astype(np.float64))[1] for loads in (found.loads, found.without)
+    )
     return LoadPoint(found.start, found.seconds, found.tokens, balanced, without)
 
 

@@ -110,7 +110,7 @@ class WebProcess:
         try:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", _CHILD],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 pass_fds=(self._listening.fileno(),),
             )

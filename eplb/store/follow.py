@@ -29,6 +29,9 @@ class PlacementNote:
 class StoreFollower(StoreReader):
     """A reader for one who comes back."""
 
+    def __enter__(self) -> StoreFollower:
+        return self
+
     def rolled_up(self, before: float) -> Iterator[WindowRow]:
         """Spans that retention summed up, with time < before, by time."""
         jobs = self.jobs()
