@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from evenroute.dist.web.bins import LoadPoint, Loads, TimeBin
-from evenroute.dist.web.history import Snapshot
+from evenroute.dist.web.history import LoadSnapshot
 from evenroute.dist.wire.control import RebalancerStatus
 from evenroute.eplb.loads.balance import balancedness
 
@@ -25,7 +25,7 @@ def status_answer(status: RebalancerStatus) -> dict[str, Any]:
     return {"healthy": status.healthy, **msgspec.to_builtins(status)}
 
 
-def loads_answer(found: Snapshot, moment: float | None) -> dict[str, Any] | None:
+def loads_answer(found: LoadSnapshot, moment: float | None) -> dict[str, Any] | None:
     """Rank loads of every layer, over their layer's mean, now or in the span around ``moment``; None without any."""
     span = found.now if moment is None else _at(found, moment)
     if span is None:
@@ -42,7 +42,7 @@ def loads_answer(found: Snapshot, moment: float | None) -> dict[str, Any] | None
     }
 
 
-def history_answer(found: Snapshot, detail: str) -> dict[str, Any]:
+def history_answer(found: LoadSnapshot, detail: str) -> dict[str, Any]:
     """Balancedness over time, with and without evenroute; ``detail`` layers or ranks: a value for each of them too."""
     answer: dict[str, Any] = {
         "reading": found.reading,
@@ -59,7 +59,7 @@ def history_answer(found: Snapshot, detail: str) -> dict[str, Any]:
     return answer
 
 
-def placements_answer(found: Snapshot) -> dict[str, Any]:
+def placements_answer(found: LoadSnapshot) -> dict[str, Any]:
     """The newest placements with their reasons and prices; ``achieved``: what they came to while in use."""
     since = dict(reversed([(key, moment) for moment, key in found.in_use]))  # the first time of each
     placements = []
@@ -83,7 +83,7 @@ def placements_answer(found: Snapshot) -> dict[str, Any]:
     return {"placements": placements}
 
 
-def layer_answer(found: Snapshot, layer: int) -> dict[str, Any] | None:
+def layer_answer(found: LoadSnapshot, layer: int) -> dict[str, Any] | None:
     """One layer now: its ranks' loads, and its hottest experts with where they lie; None where there is none."""
     span, placement = found.now, found.placement
     if span is None or not 0 <= layer < len(span.loads):
@@ -138,11 +138,11 @@ def _relative(loads: Loads) -> list[list[float] | None]:
     return [row if mean > 0 else None for row, mean in zip(values, means[:, 0].tolist(), strict=True)]
 
 
-def _at(found: Snapshot, moment: float) -> TimeBin | None:
+def _at(found: LoadSnapshot, moment: float) -> TimeBin | None:
     return next((span for span in found.bins if span.start <= moment < span.start + span.seconds), None)
 
 
-def _achieved(found: Snapshot, began: float) -> float | None:
+def _achieved(found: LoadSnapshot, began: float) -> float | None:
     """Mean over the whole spans until the next placement came into use, weighted by tokens."""
     ended = min((moment for moment, _ in found.in_use if moment > began), default=float("inf"))
     spans = [p for p in found.points if p.time >= began and p.time + p.seconds <= ended and p.balancedness]

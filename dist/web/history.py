@@ -1,6 +1,6 @@
 """Loads over time and the placements behind them, read out of the store while the rebalancer writes it.
 
-Read in small parts by one thread, from the newest state on; what others see is a `Snapshot` that never changes.
+Read in small parts by one thread, from the newest state on; what others see is a `LoadSnapshot` that never changes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_MAPS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
+class LoadSnapshot:
     """What is known now. ``version`` rises with each change; ``problem``: why nothing can be read, "" = it can."""
 
     version: int = 0
@@ -60,7 +60,7 @@ class LoadHistory:
     """Follows a store; `advance` reads what is new, `snapshot` is the last result."""
 
     def __init__(self, store: Path) -> None:
-        self.snapshot = Snapshot()
+        self.snapshot = LoadSnapshot()
         self._store = store
         self._run = 0
         self._job: JobRow | None = None
@@ -187,7 +187,7 @@ class LoadHistory:
         if (seen, told) == self._told:
             return
         self._told = (seen, told)
-        self.snapshot = Snapshot(
+        self.snapshot = LoadSnapshot(
             version=self.snapshot.version + 1,
             job=self._job,
             run=self._run,
