@@ -103,7 +103,13 @@ class Rebalancer:
         self._log = LimitedLog(logger)
         self._jobs = JobGate(self.core, self._log)
         self._ranks = RankTraffic(
-            self.core, self._link, self._jobs, self._rejected, self._log, settings.max_message_bytes
+            self.core,
+            self._link,
+            self._jobs,
+            self._rejected,
+            self._log,
+            settings.max_message_bytes,
+            self.plans.costs.report,
         )
         self._files = FileWatch(self._lock, self._link, self._store, self._log)
         self._control = ControlService(
@@ -113,17 +119,8 @@ class Rebalancer:
         self._status_at = self._housekeeping_at = now
         self._stop_signal = 0
         self._last_status = self._build_status(now)
-        if settings.http_bind:
-            http = parse_address(f"tcp://{settings.http_bind}", field="rebalancer.http_bind")
-            self._web = WebProcess(
-                http.host.strip("[]"),
-                http.port,
-                store=settings.store,
-                max_rank_silence_s=settings.max_rank_silence_s,
-                token=read_http_token(security),
-                is_local=http.is_local,
-                log_level=settings.log_level,
-            )
+        self._web = WebProcess.of(self.config, read_http_token(security))
+        if self._web is not None:
             self._web.feed(self._last_status, now)
 
     def _accept_job(self, job: JobShape) -> str | None:
@@ -315,6 +312,8 @@ class Rebalancer:
             counters.placements_published,
             0 if self._link is None else self._link.dropped,
         )
+        if (savings := self.plans.costs.savings()) is not None:
+            logger.info("%s", savings.told())
         if self.core.newest is not None and (behind := self.core.ranks_behind()):
             logger.info("%d ranks are not known to hold the newest placement; they ask again", len(behind))
         self._release()

@@ -16,7 +16,8 @@ from contextlib import suppress
 import msgspec
 from msgspec import Struct
 
-from evenroute.dist.wire.address import bracketed
+from evenroute.dist.config import RebalancerConfig
+from evenroute.dist.wire.address import bracketed, parse_address
 from evenroute.dist.wire.control import RebalancerStatus
 
 logger = logging.getLogger("evenroute.dist.rebalancer")
@@ -31,12 +32,12 @@ _WELL_S = 300.0  # a child that lived so long starts anew at once
 class WebSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """What the child is told at its start. ``descriptor``: the listening socket that it inherits."""
 
-    descriptor: int
     store: str
     max_rank_silence_s: float
     token: str
     is_local: bool
     log_level: str
+    descriptor: int = -1
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -53,27 +54,28 @@ def listen(host: str, port: int) -> socket.socket:
 class WebProcess:
     """`feed` once a second, `turn` more often; both return at once."""
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        store: str,
-        max_rank_silence_s: float,
-        token: str,
-        is_local: bool,
-        log_level: str,
-    ) -> None:
+    def __init__(self, host: str, port: int, settings: WebSettings) -> None:
         self._listening = listen(host, port)
         self.address = f"{bracketed(host)}:{self._listening.getsockname()[1]}"
-        told = (self._listening.fileno(), store, max_rank_silence_s, token, is_local, log_level)
-        self._settings = WebSettings(*told)
+        self._settings = msgspec.structs.replace(settings, descriptor=self._listening.fileno())
         self._child: subprocess.Popen[bytes] | None = None
         self._pipe: socket.socket | None = None
         self._pending = memoryview(b"")
         self._started_at = 0.0
         self._restart_s = 0.0
         self.restarts = 0
+
+    @classmethod
+    def of(cls, config: RebalancerConfig, token: str) -> WebProcess | None:
+        """As the settings say; None without an address. OSError in one line when it cannot be bound."""
+        settings = config.rebalancer
+        if not settings.http_bind:
+            return None
+        http = parse_address(f"tcp://{settings.http_bind}", field="rebalancer.http_bind")
+        told = WebSettings(
+            settings.store, settings.max_rank_silence_s, token, http.is_local, settings.log_level
+        )
+        return cls(http.host.strip("[]"), http.port, told)
 
     def feed(self, status: RebalancerStatus, now: float) -> None:
         """The next status; dropped while the one before is still on its way."""

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from evenroute.dist.web.process import WebProcess
+from evenroute.dist.web.process import WebProcess, WebSettings
 from evenroute.dist.wire.control import RankHealth, RebalancerStatus
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
@@ -164,15 +164,7 @@ class LivePage:
     ) -> None:
         self.status = story.status()
         self.fed = True
-        self.process = WebProcess(
-            host,
-            0,
-            store=str(story.path),
-            max_rank_silence_s=10.0,
-            token=token,
-            is_local=is_local,
-            log_level="info",
-        )
+        self.process = WebProcess(host, 0, WebSettings(str(story.path), 10.0, token, is_local, "info"))
         self.url = f"http://{self.process.address}"
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._feed, daemon=True)
