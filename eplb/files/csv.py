@@ -107,7 +107,7 @@ def _long_form(rows: list[list[str]], places: dict[str, int]) -> Counts:
             f"layer {shape[0] - 1} and expert {shape[1] - 1}, expected at most {_MOST_PLACES} places"
         )
     given = _array(list(found.values()))
-    counts: Counts = np.zeros(shape, given.dtype)
+    counts: Counts = np.zeros(shape, np.int64) if given.dtype.kind == "i" else np.zeros(shape)
     counts[tuple(np.array(list(found)).T)] = given
     return counts
 
