@@ -135,7 +135,7 @@ def main() -> None:
         "VLLM_NO_USAGE_STATS": "1",
     }
     found = {}
-    for kind in ("plain", "eplb", "evenroute"):
+    for kind in ("plain", "evenroute", "eplb"):
         extra = (
             {"EVENROUTE_REBALANCER": address, "EVENROUTE_CLOSE_LIMIT_S": "20"} if kind == "evenroute" else {}
         )
