@@ -139,7 +139,7 @@ def build(
     """
     from evenroute.eplb.analysis.replay import Replay, ReplaySettings
     from evenroute.eplb.placement.topology import Topology, automatic_redundant_experts
-    from evenroute.tools.in_use import placement_in_use, recorded_redundancy
+    from evenroute.tools.in_use import measured_costs, placement_in_use, recorded_redundancy
     from evenroute.tools.inputs import open_placement
 
     known = None if start is None else open_placement(start)
@@ -148,12 +148,18 @@ def build(
         placement = None if known is None else known.to_placement(ranks, common["num_nodes"])
         fill = automatic_redundant_experts(source.num_logical_experts, ranks)
         stated = recorded_redundancy(source, ranks)
+        costs = measured_costs(source, ranks)
         spares = redundant if redundant is not None else [fill + ranks if stated is None else stated]
         for spare, policy, interval in product(spares, policies, intervals):
             if policy == "none" and interval != intervals[0]:
                 continue
             settings = ReplaySettings(
-                ep_size=ranks, num_redundant_experts=spare, policy=policy, interval=interval, **common
+                ep_size=ranks,
+                num_redundant_experts=spare,
+                policy=policy,
+                interval=interval,
+                costs=costs,
+                **common,
             )
             begin, origin = placement, str(start)
             if begin is None:
@@ -196,7 +202,9 @@ def _show(
     as_json: bool,
 ) -> None:
     facts = [
-        result.as_dict(experts_share=experts_share, expert_bytes=size.num_bytes) | {"begins_with": begin}
+        result.as_dict(experts_share=experts_share, expert_bytes=size.num_bytes)
+        | {"begins_with": begin}
+        | {"priced": result.settings.costs.told() if result.settings.policy == "rebalancer" else None}
         for result, begin in zip(results, begins, strict=True)
     ]
     worth = _worthwhile(results)
