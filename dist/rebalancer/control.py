@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
+from evenroute.dist.log import LimitedLog
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.types import Phase
-from evenroute.dist.rebalancer.log import LimitedLog
 from evenroute.dist.rebalancer.plan_cycle import PlanCycle
 from evenroute.dist.rebalancer.record_orders import PassOrders
 from evenroute.dist.rebalancer.recording import Recorder

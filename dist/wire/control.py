@@ -172,6 +172,13 @@ class RebalancerStatus(Struct, frozen=True, forbid_unknown_fields=True):
     cost_gpu_seconds: float | None = None  # that moves have taken
     worth: str = ""  # both in one line, and whose figures they are
     shared_counts: bool = False  # all ranks see the same tokens: rank 0 counts and records for all
+    plans_overdue: bool = False  # several intervals went by without a plan that succeeded
+    rank_load: list[
+        float
+    ] = []  # of each rank over the mean of ranks, all layers, last interval; [] = no data
+    hottest_rank: list[int] = []  # of each layer, last interval; -1 = no data
+    hottest_expert: list[int] = []
+    hottest_expert_load: list[float] = []  # its part of the layer's load
 
     @property
     def healthy(self) -> bool:

@@ -96,5 +96,5 @@ def test_ports_are_those_of_the_settings() -> None:
     [exposed] = values(DEPLOY / "docker/rebalancer.Dockerfile", "EXPOSE")
     for path in DEPLOY.rglob("evenroute.toml"):
         settings = tomllib.loads(path.read_text())["rebalancer"]
-        ports = [settings[name].rpartition(":")[2] for name in ("bind", "metrics_bind")]
+        ports = [settings[name].rpartition(":")[2] for name in ("bind", "http_bind")]
         assert ports == exposed.split()
