@@ -145,6 +145,7 @@ def build(
     known = None if start is None else open_placement(start)
     replays, begins = [], []
     for ranks in ep_sizes:
+        topology = Topology(ranks, common["num_nodes"])
         placement = None if known is None else known.to_placement(ranks, common["num_nodes"])
         fill = automatic_redundant_experts(source.num_logical_experts, ranks)
         stated = recorded_redundancy(source, ranks)
@@ -164,7 +165,7 @@ def build(
             begin, origin = placement, str(start)
             if begin is None:
                 slots = source.num_logical_experts + spare
-                found = placement_in_use([source], Topology(ranks, common["num_nodes"]), slots, newest=False)
+                found = placement_in_use([source], topology, slots, newest=False)
                 begin, origin = found or (None, "experts in order, redundant slots round-robin")
             replays.append(Replay(source.num_layers, source.num_logical_experts, settings, begin))
             begins.append(origin)
