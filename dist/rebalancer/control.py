@@ -20,6 +20,7 @@ from evenroute.dist.wire.control import (
     Answer,
     Done,
     ForeignVersionError,
+    LayerRequest,
     PlansOrder,
     RebalancerStatus,
     RecordRead,
@@ -104,6 +105,8 @@ class ControlService:
         match request:
             case StatusRequest():
                 return StatusAnswer(self._build_status(now))
+            case LayerRequest():
+                return self._plans.loads.of_layer(request.layer)
             case RecordRead():
                 return self._recorder.read(request)
             case RecordReport():

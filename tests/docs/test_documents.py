@@ -47,6 +47,15 @@ FOREIGN_FLAGS = {
         "--outdir",
         "--disable-shared-experts-fusion",
     ),
+    # vLLM's
+    *(
+        "--additional-config",
+        "--tensor-parallel-size",
+        "--data-parallel-size",
+        "--moe-backend",
+        "--all2all-backend",
+    ),
+    "--expert-placement-strategy",
 }
 PLACEHOLDER = re.compile(r"[<>*{}$\[\]]|\.\.\.|…")
 
