@@ -35,6 +35,7 @@ from evenroute.eplb.planner.plan import Plan
 from evenroute.eplb.planner.policy import Decision, PolicySettings, Question, RebalancePolicy
 from evenroute.eplb.planner.price.measured import MeasuredCosts, RankTimes
 from evenroute.eplb.planner.price.worth import Savings, Worth
+from evenroute.eplb.store.schema import PRICE_SETTING as PRICE
 from evenroute.eplb.store.writer import HistoryStore, StaleEpochError, StoreError
 
 logger = logging.getLogger("evenroute.dist.rebalancer")
@@ -42,7 +43,6 @@ logger = logging.getLogger("evenroute.dist.rebalancer")
 REMEMBERED = 32  # windows; what came before them weighs less than 4 % (`memory.FADING` ** 32)
 _START = "start-placement"
 _SETTING = "policy-window-{}"
-PRICE = "price"  # JSON: `_Price`
 _LOOK_BACK = 16  # placements: each life takes one up
 _NOT_PLANNED = ("taken-up", "rollback")
 
