@@ -13,7 +13,7 @@ import pytest
 
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.eplb.store import checkpoint
+from evenroute.eplb.store import checkpoint, custody
 from evenroute.eplb.store.checkpoint import Checkpointer
 from evenroute.eplb.store.custody import Custody
 from evenroute.eplb.store.schema import IN_USE_EVENT, StoreError, encode_in_use
@@ -140,11 +140,11 @@ def test_damage_is_named_by_what_happened_to_the_file(tmp_path: Path) -> None:
 
     def after(change: Callable[[], object]) -> str | None:
         path.write_bytes(whole)
-        custody = Custody(path)
-        assert not custody.changed()
+        made = Custody(path)
+        assert not made.changed()
         change()
-        assert custody.changed()
-        return custody.damage()
+        assert made.changed()
+        return made.damage()
 
     cut = f"its file was cut or replaced ({len(whole) - 4096} bytes, {len(whole)} were written)"
     assert after(lambda: path.write_bytes(whole[:-4096])) == cut
@@ -156,6 +156,48 @@ def test_damage_is_named_by_what_happened_to_the_file(tmp_path: Path) -> None:
     assert garbled.startswith("its file was overwritten by somebody else: ")
     assert after(lambda: os.utime(path, (1, 1))) is None  # as a checkpoint: all is readable
     assert after(path.unlink) == "its file was removed or emptied"
+
+
+@pytest.mark.parametrize("first", ["the writer", "the checkpoint"])
+def test_writer_and_checkpoint_note_at_the_same_time_and_nothing_looks_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """One is between looking at a file and remembering what it saw while the other does both."""
+    file, log = tmp_path / "run.db", tmp_path / "run.db-wal"
+    file.write_bytes(b"file")
+    log.write_bytes(b"log")
+    made, look = Custody(file), custody._stamp
+
+    def write() -> None:
+        with log.open("ab") as out:
+            out.write(b"more")
+        made.note()
+
+    def move() -> None:
+        with made.lock, file.open("ab") as out:
+            out.write(b"more")
+            out.flush()
+            made.note_file()
+
+    def between(path: str) -> object:
+        seen = look(path)
+        monkeypatch.setattr(custody, "_stamp", look)
+        (move if first == "the writer" else write)()
+        return seen
+
+    if first == "the writer":
+        made.lock.acquire()  # as while the log is moved: the writer notes the log alone
+        with log.open("ab") as out:
+            out.write(b"more")
+        monkeypatch.setattr(custody, "_stamp", lambda path: (made.lock.release(), between(path))[1])
+        made.note()
+    else:
+        with made.lock, file.open("ab") as out:
+            out.write(b"more")
+            out.flush()
+            monkeypatch.setattr(custody, "_stamp", between)
+            made.note_file()
+    assert not made.changed()
 
 
 def test_a_checkpoint_that_fails_is_counted_and_tried_again(store: HistoryStore) -> None:
