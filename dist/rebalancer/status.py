@@ -110,6 +110,11 @@ class StatusBuilder:
             cost_gpu_seconds=None if savings is None else savings.cost,
             worth="" if savings is None else savings.told(),
             shared_counts=job is not None and job.shared_counts,
+            plans_overdue=plans.overdue(now) and not finished,
+            rank_load=plans.loads.rank_load,
+            hottest_rank=plans.loads.hottest_rank,
+            hottest_expert=plans.loads.hottest_expert,
+            hottest_expert_load=plans.loads.hottest_expert_load,
         )
 
     def _ranks(
