@@ -1,0 +1,33 @@
+"""For tests on a CPU: what SGLang's fallbacks lack for expert parallelism there, as a plug-in of SGLang's own."""
+
+import os
+import sys
+
+
+def moe_forward_native(original, layer, x, topk_output, config):
+    """SGLang's native loop takes no id -1, which its dispatcher gives to slots of other ranks."""
+    import torch
+    import torch.nn.functional as F
+
+    weights, ids = topk_output[:2]
+    out = torch.zeros_like(x)
+    for slot in range(layer.w13_weight.shape[0]):
+        rows, columns = (ids == slot).nonzero(as_tuple=True)
+        if len(rows):
+            gate, up = F.linear(x[rows], layer.w13_weight[slot]).chunk(2, dim=-1)
+            part = F.linear(F.silu(gate) * up, layer.w2_weight[slot])
+            out.index_add_(0, rows, part * weights[rows, columns, None].to(part.dtype))
+    return out
+
+
+def register():
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1" or "sglang.srt.managers.scheduler" not in sys.modules:
+        return
+    import torch
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for name in ("empty_cache", "is_current_stream_capturing"):
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, lambda: False)
+    target = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+    HookRegistry.register(target, moe_forward_native, HookType.AROUND)
