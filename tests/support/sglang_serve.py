@@ -1,7 +1,7 @@
 """A real `sgl.Engine` on a CPU: `python sglang_serve.py MODEL OUT.json ROUNDS [JSON of engine arguments]`.
 
-Answers the same six prompts greedily in every round; with "update": FOLDER among the arguments it loads those weights
-online before the last two rounds.
+Answers the same six prompts greedily in every round. Among the arguments may be "update": FOLDER, weights that are
+loaded online before the last two rounds, and "one_by_one": one request at a time.
 """
 
 import json
@@ -14,7 +14,7 @@ import time
 def main() -> None:
     model, out, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
     given = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-    update, pause = given.pop("update", None), given.pop("pause", 0)
+    update, one_by_one = given.pop("update", None), given.pop("one_by_one", False)
     import sglang as sgl
 
     started = time.monotonic()
@@ -42,10 +42,12 @@ def main() -> None:
     for number in range(rounds):
         if update is not None and number == rounds - 2:
             print("update:", engine.update_weights_from_disk(update), flush=True)
-        found = engine.generate(input_ids=prompts, sampling_params=sampling)
+        batches = [[prompt] for prompt in prompts] if one_by_one else [prompts]
+        found = [
+            one for batch in batches for one in engine.generate(input_ids=batch, sampling_params=sampling)
+        ]
         answers.append([one["output_ids"] for one in found])
         print(f"round {number}: as round 0: {answers[-1] == answers[0]}", flush=True)
-        time.sleep(pause)
     with open(out, "w") as file:
         json.dump(answers, file)
     engine.shutdown()

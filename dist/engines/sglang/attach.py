@@ -65,6 +65,13 @@ def before_forward(runner: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
         _attached.begin(forward_batch)
 
 
+def after_update(result: Any, updater: Any, *_: Any, **__: Any) -> Any:
+    """Behind each online update of weights (from disk, tensors, IPC or a group), on all ranks at the same pass."""
+    if _attached is not None and updater.get_model() is _attached.model:
+        _attached.weights_written()
+    return result
+
+
 class SglangRank:
     """All that one rank needs. `model`, `runner`: SGLang's; `layer_ids`: its numbers of the MoE layers, rising."""
 

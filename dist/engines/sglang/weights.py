@@ -121,16 +121,6 @@ def register(layers: dict[int, dict[str, Tensor]], num_local_slots: int) -> Expe
         return ExpertWeights(list(layers.values()), num_local_slots)
 
 
-def after_update(result: Any, updater: Any, *_: Any, **__: Any) -> Any:
-    """Behind each online update of weights (from disk, tensors, IPC or a group), on all ranks at the same pass."""
-    from evenroute.dist.engines.sglang.attach import attached
-
-    rank = attached()
-    if rank is not None and updater.get_model() is rank.model:
-        rank.weights_written()
-    return result
-
-
 def require_same(before: dict[int, dict[str, Tensor]], after: dict[int, dict[str, Tensor]]) -> None:
     """End the process if an update made new tensors: those that move are not read any more."""
     for at, tensors in before.items():

@@ -1,7 +1,7 @@
 """Stand-ins of compiled packages that a machine without a GPU lacks, so that SGLang can be imported: on PYTHONPATH.
 
-Any attribute of such a module is a class that can be subclassed and used as a decorator; making one raises. Packages are
-named by EVENROUTE_SGLANG_STUBS (comma-separated); one that is installed wins.
+Any attribute of such a module is a class that can be subclassed and used as a decorator; making one raises. Packages
+are named by EVENROUTE_SGLANG_STUBS (comma-separated); one that is installed wins.
 """
 
 import importlib.abc
@@ -28,7 +28,7 @@ def _made(name):
 
 
 class _StandInModule(types.ModuleType):
-    __path__: list = []
+    __path__ = ()
     __version__ = "0.0.0"
 
     def __getattr__(self, name):
