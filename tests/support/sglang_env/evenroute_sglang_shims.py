@@ -29,5 +29,11 @@ def register():
     for name in ("empty_cache", "is_current_stream_capturing"):
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, lambda: False)
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Attention
+
+    if not hasattr(
+        Attention, "get_cpu_graph_seq_len_fill_value"
+    ):  # idle ranks of DP attention are padded by it
+        Attention.get_cpu_graph_seq_len_fill_value = lambda self: 1
     target = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
     HookRegistry.register(target, moe_forward_native, HookType.AROUND)
