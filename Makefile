@@ -11,7 +11,7 @@ SOURCES := $(shell find evenroute eplb routing dist tools -name '*.py' -o -name 
 STAMP   := $(VENV)/.installed-$(SOURCES)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-slow test-sglang simulate mutants soak test-gpu test-multigpu test-release lint format types ci wheel clean
+.PHONY: help install demo test test-slow test-sglang simulate mutants soak test-gpu test-multigpu test-release lint format types versions ci wheel clean
 
 help:
 	@echo "make demo      set up $(VENV) and run the main job on $(RANKS) ranks"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-gpu  the suite for one GPU; make test-multigpu for two or more"
 	@echo "make test-sglang  SGLang $(SGLANG) with evenroute in it, two ranks on CPUs"
 	@echo "make test-release  build wheel and sdist, run them in a fresh environment; make demo in a clean copy"
+	@echo "make versions  the same sources with other versions of Python, torch and triton (.ci/versions)"
 	@echo "make lint | format | types | wheel | ci | clean"
 
 install: $(STAMP)
@@ -36,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@rm -f $(VENV)/.installed-*; touch $(STAMP)
 
 demo: install
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m evenroute.tools.stress --routing zipf --steps $(STEPS)
+	$(BIN)/evenroute stress --nproc-per-node $(RANKS) --routing zipf --steps $(STEPS)
 
 # Compiled here once, so that no test waits for the compiler of the planner.
 test: install
@@ -90,6 +91,10 @@ types: install
 # `make demo` in a clean copy of the sources.
 test-release: install
 	$(BIN)/python -m pytest -m "slow" tests/deploy/test_release.py tests/docs/test_make_demo.py
+
+# Other versions of Python, torch and triton, as far as they are to be had here.
+versions:
+	bash .ci/versions $(VERSIONS)
 
 wheel: install
 	$(BIN)/python -m build --outdir build/out

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenroute.tools.errors import one_line_errors
 from evenroute.tools.options import AsJson, ExpertBytes, Layout, NumExperts, WeightBytes
 
 if TYPE_CHECKING:
@@ -18,7 +17,9 @@ if TYPE_CHECKING:
     from evenroute.eplb.loads.source import LoadSource
     from evenroute.tools.inputs import ExpertSize
 
-Loads = Annotated[list[Path], typer.Argument(metavar="LOADS...", help="Stores, dumps, folders or files.")]
+Loads = Annotated[
+    list[Path], typer.Argument(metavar="LOADS...", help="Stores, dumps, folders or files, or -.")
+]
 EpSize = Annotated[int | None, typer.Option(min=1, help="Ranks; by default as recorded, else assumed.")]
 NumNodes = Annotated[int, typer.Option(min=1, help="Nodes that hold the ranks.")]
 Redundant = Annotated[
@@ -38,7 +39,6 @@ ReplanMinutes = Annotated[float | None, typer.Option(help="Minutes between two p
 MinGain = Annotated[float, typer.Option(min=0, max=1, help="Least shortening of a step that is worth it.")]
 
 
-@one_line_errors
 def advise(
     loads: Loads,
     ep_size: EpSize = None,
@@ -118,11 +118,6 @@ def advise(
         typer.echo(json.dumps(facts))
     else:
         _show(facts, size)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(advise)
 
 
 def _assumed_ranks(source: LoadSource) -> int:

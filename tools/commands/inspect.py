@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenroute.tools.errors import check_output, one_line_errors
+from evenroute.tools.errors import check_output
 from evenroute.tools.options import AsJson, Layout, NumExperts
 from evenroute.tools.report.facts import Settings, difference, placement_override, source_facts
 from evenroute.tools.report.words import one_line, visible
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from evenroute.eplb.analysis.history import History
 
 
-Paths = Annotated[list[Path], typer.Argument(metavar="PATH...", help="Store, dump, folder or foreign file.")]
+Paths = Annotated[
+    list[Path], typer.Argument(metavar="PATH...", help="Store, dump, folder, foreign file, or - (stdin).")
+]
 Layer = Annotated[int | None, typer.Option(help="Detail of one layer, by the model's index.")]
 Diff = Annotated[bool, typer.Option("--diff", help="What changed from the first to the second.")]
 Windows = Annotated[
@@ -44,7 +46,6 @@ Html = Annotated[Path | None, typer.Option(help="Write one self-contained page w
 Png = Annotated[Path | None, typer.Option(help="Write a picture for a ticket (needs matplotlib).")]
 
 
-@one_line_errors
 def inspect(
     paths: Paths,
     layer: Layer = None,
@@ -89,11 +90,6 @@ def inspect(
     raise typer.Exit(run(paths, settings))
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(inspect)
-
-
 def window_range(text: str) -> tuple[int, int | None]:
     """ "10:20" -> (10, 20); "10:" -> (10, None); ValueError names the form."""
     first, colon, end = text.partition(":")
@@ -108,16 +104,9 @@ def window_range(text: str) -> tuple[int, int | None]:
 
 def run(paths: list[Path], settings: Settings) -> int:
     """Read, show, and give the exit status: 2 when something could not be read."""
-    from evenroute.eplb.files.open import open_sources
-    from evenroute.tools.inputs import read_pt, tell_unfinished
+    from evenroute.tools.inputs import open_sources, tell_unfinished
 
-    opened = open_sources(
-        paths,
-        read_pt=read_pt,
-        num_logical_experts=settings.num_experts,
-        layout=settings.layout,
-        unfinished=settings.unfinished,
-    )
+    opened = open_sources(paths, settings.num_experts, settings.layout, unfinished=settings.unfinished)
     if not opened.sources and (lines := opened.errors or opened.unfinished):
         raise ValueError(lines[0] + _more(len(lines) - 1))
     override = placement_override(settings)
