@@ -31,9 +31,11 @@ def register():
             setattr(torch.cpu, name, lambda: False)
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Attention
 
-    if not hasattr(
-        Attention, "get_cpu_graph_seq_len_fill_value"
-    ):  # idle ranks of DP attention are padded by it
-        Attention.get_cpu_graph_seq_len_fill_value = lambda self: 1
+    # Idle ranks of DP attention are padded by it; its name differs between versions.
+    Attention.get_cpu_graph_seq_len_fill_value = lambda self: 1
+    Attention.get_cuda_graph_seq_len_fill_value = lambda self: 1
+    # NCCL's reduce_scatterv; without it SGLang sums and scatters in two collectives, which gloo has too.
+    target = "sglang.srt.layers.moe.utils.should_use_dp_reduce_scatterv"
+    HookRegistry.register(target, lambda original: False, HookType.AROUND)
     target = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
     HookRegistry.register(target, moe_forward_native, HookType.AROUND)
