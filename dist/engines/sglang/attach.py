@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import time
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,7 @@ class SglangRank:
         from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
         from sglang.srt.runtime_context import get_parallel
 
+        began = time.perf_counter()
         self.runner, self.model, self.settings = runner, runner.model, settings
         parallel, args = get_parallel(), runner.server_args
         check_engine(args, parallel, torch.device(runner.device))
@@ -113,10 +115,12 @@ class SglangRank:
         end_at_signal(self.agent)
         self._begun = False
         logger.info(
-            "evenroute: rank %d: attached to %d layers of %s: %d experts, %d slots, %s tokens, %d tensors a layer, %s",
+            "evenroute: rank %d: attached to %d layers of %s: %d experts, %d slots, %s tokens, %d tensors a layer, %s; "
+            "%.2f s, %.1f MB staging",
             *(rank, len(self.layer_ids), type(self.model).__name__, meta.num_logical_experts),
             *(meta.num_physical_experts, "shared" if self.shared_tokens else "own"),
             *(len(self._tensors[self.layer_ids[0]]), settings.agent.mode),
+            *(time.perf_counter() - began, self.mover.staging_bytes / 1e6),
         )
 
     # ---------------------------------------------------------------------------------------- start
