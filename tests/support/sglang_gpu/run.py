@@ -41,6 +41,12 @@ def answers(model: Path, out: Path, rounds: int, more: dict) -> None:
         **more,
     )
     print(f"engine up after {time.monotonic() - started:.1f} s", flush=True)
+    address = os.environ.get("EVENROUTE_REBALANCER")
+    if address:
+        from evenroute.dist.client import command
+        from evenroute.dist.wire.control import RecordStart
+
+        print(command(address, RecordStart()), flush=True)
     draw = random.Random(0)
     prompts = [[draw.randrange(3, 500) for _ in range(draw.randrange(4, 40))] for _ in range(6)]
     sampling = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}
@@ -54,8 +60,8 @@ def answers(model: Path, out: Path, rounds: int, more: dict) -> None:
             flush=True,
         )
     out.write_text(json.dumps(found))
-    if "EVENROUTE_REBALANCER" in os.environ:
-        check_windows(os.environ["EVENROUTE_REBALANCER"])
+    if address:
+        check_windows(address)
     engine.shutdown()
     print("engine down", flush=True)
 
@@ -102,15 +108,6 @@ def even(model: Path, out: Path) -> None:
         EVENROUTE_VERIFY="1",
         EVENROUTE_WINDOW_STEPS="4",
     )
-    from evenroute.dist.client import command as order
-    from evenroute.dist.wire.control import RecordStart
-
-    for _ in range(100):
-        try:
-            order(address, RecordStart(), timeout_s=1)
-            break
-        except OSError:
-            time.sleep(0.2)
     try:
         answers(model, out, 4, {})
     finally:
