@@ -61,6 +61,7 @@ class StatusBuilder:
         job = core.job
         finished = bool(ranks) and all(rank.ended for rank in ranks) and core.phase is Phase.SERVING
         counters = {**asdict(core.counters), **extra_counters}
+        costs, savings = plans.costs.costs(), plans.costs.savings()
         return RebalancerStatus(
             state="finished" if finished else core.phase.value,
             degraded=[*self._degraded(now, ranks, finished), *problems],
@@ -102,6 +103,12 @@ class StatusBuilder:
             paused=plans.paused,
             last_action=plans.last_action,
             last_reason=plans.last_reason,
+            costs=costs.told(),
+            slot_seconds=costs.seconds_per_slot * costs.slowdown if costs.source == "measured" else None,
+            step_seconds=plans.costs.step_seconds,
+            saved_gpu_seconds=None if savings is None else savings.saved,
+            cost_gpu_seconds=None if savings is None else savings.cost,
+            worth="" if savings is None else savings.told(),
             shared_counts=job is not None and job.shared_counts,
         )
 
