@@ -106,7 +106,9 @@ class SglangRank:
         self.valid = torch.zeros(1, dtype=torch.int32, device=first.device)
         mode = getattr(args, "expert_distribution_recorder_mode", None)
         self._records_passes = mode in ("per_pass", "per_token")
-        self._ids = self._buffer_ids(args, first.device) if mode == "per_token" else None
+        # Only where a pass's rows are known: those of a gathered buffer are not.
+        keeps_ids = mode == "per_token" and self._plain
+        self._ids = self._buffer_ids(args, first.device) if keeps_ids else None
         self._rows = 0
         self.layers = self._route_layers(args)
         self.agent = self._start(parallel, placement, first)
