@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import evenroute
-from evenroute.dist.rebalancer.metrics import metric_names
+from evenroute.dist.web.metrics import metric_names
 from evenroute.tools import sglang as adapter_sglang
 from evenroute.tools.cli import command_names
 from support.command_lines import INLINE, all_flags, commands_in_line, parse_any, parse_evenroute, shell_lines
@@ -58,6 +58,15 @@ FOREIGN_FLAGS = {
     ),
     *("--elastic-ep-backend", "--enable-two-batch-overlap", "--enable-pdmux", "--enable-waterfill"),
     *("--enable-memory-saver", "--startup-weight-load-mode", "--eplb-rebalance-num-iterations", "--eplb-"),
+    # vLLM's
+    *(
+        "--additional-config",
+        "--tensor-parallel-size",
+        "--data-parallel-size",
+        "--moe-backend",
+        "--all2all-backend",
+    ),
+    "--expert-placement-strategy",
 }
 PLACEHOLDER = re.compile(r"[<>*{}$\[\]]|\.\.\.|…")
 

@@ -157,11 +157,12 @@ class SglangRank:
             per_rank = bool(has_per_rank_fused_shared_slots(topk.shared_columns(config)))
             packed = getattr(config, "fused_gate_packed_ids", False) and not topk.shared_columns(config)
             logical = capture is not None or self._ids is not None
-            emit = ("weights", "physical_ids", "logical_ids") if logical else ("weights", "physical_ids")
+            emit: tuple[str, ...] = ("weights", "physical_ids")
+            emit += ("logical_ids",) if logical else ()
             emit += ("packed_ids",) if packed else ()
             with refusing(ENGINE):
-                key = (topk.router_config(config, self.tables.num_logical_experts, per_rank_shared=per_rank),)
-                key += (given, emit)
+                form = topk.router_config(config, self.tables.num_logical_experts, per_rank_shared=per_rank)
+                key = (form, given, emit)
                 if key not in routers:
                     router = topk.make_router(
                         config,
