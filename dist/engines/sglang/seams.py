@@ -21,7 +21,7 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 
-class Seam(NamedTuple):
+class HookPoint(NamedTuple):
     """A target of SGLang's HookRegistry.
 
     targets      dotted paths, the first that exists is hooked: names change between versions
@@ -37,16 +37,16 @@ class Seam(NamedTuple):
 
 
 SEAMS = (
-    Seam(("sglang.srt.eplb.eplb_manager.EPLBManager",), "REPLACE", "recorder:EvenrouteManager"),
-    Seam(
+    HookPoint(("sglang.srt.eplb.eplb_manager.EPLBManager",), "REPLACE", "recorder:EvenrouteManager"),
+    HookPoint(
         (f"{RECORDER}.init_new",),
         "AROUND",
         "recorder:init_recorder",
         ("expert_location_metadata", "rank"),
     ),
-    Seam((f"{_RUNNER}.load_model",), "AFTER", "attach:after_load_model", ("self",)),
-    Seam((f"{_RUNNER}.forward",), "BEFORE", "attach:before_forward", ("self", "forward_batch")),
-    Seam(
+    HookPoint((f"{_RUNNER}.load_model",), "AFTER", "attach:after_load_model", ("self",)),
+    HookPoint((f"{_RUNNER}.forward",), "BEFORE", "attach:before_forward", ("self", "forward_batch")),
+    HookPoint(
         ("sglang.srt.layers.moe.topk.select_experts",),
         "AROUND",
         "topk:select_experts",
@@ -55,16 +55,18 @@ SEAMS = (
             "expert_location_dispatch_info",
         ),
     ),
-    Seam((f"{_UPDATER}.update_weights_from_disk",), "AFTER", "attach:after_update", ("self",)),
-    Seam((f"{_UPDATER}.update_weights_from_tensor",), "AFTER", "attach:after_update", ("self",)),
-    Seam((f"{_UPDATER}.update_weights_from_ipc",), "AFTER", "attach:after_update", ("self",)),
-    Seam(
+    HookPoint((f"{_UPDATER}.update_weights_from_disk",), "AFTER", "attach:after_update", ("self",)),
+    HookPoint((f"{_UPDATER}.update_weights_from_tensor",), "AFTER", "attach:after_update", ("self",)),
+    HookPoint((f"{_UPDATER}.update_weights_from_ipc",), "AFTER", "attach:after_update", ("self",)),
+    HookPoint(
         (f"{_UPDATER}.load_weights_from_distributed", f"{_UPDATER}.update_weights_from_distributed"),
         "AFTER",
         "attach:after_update",
         ("self",),
     ),
-    Seam(("sglang.srt.utils.common.kill_process_tree",), "BEFORE", "ending:before_kill", ("parent_pid",)),
+    HookPoint(
+        ("sglang.srt.utils.common.kill_process_tree",), "BEFORE", "ending:before_kill", ("parent_pid",)
+    ),
 )
 
 
@@ -87,12 +89,12 @@ def register() -> None:
         HookRegistry.register(target, hook_of(seam), HookType[seam.kind])
 
 
-def hook_of(seam: Seam) -> Any:
+def hook_of(seam: HookPoint) -> Any:
     """What is put at the seam."""
     return pkgutil.resolve_name(f"{_HERE}.{seam.hook}")
 
 
-def find(seam: Seam) -> tuple[str, Any]:
+def find(seam: HookPoint) -> tuple[str, Any]:
     """The target and what stands there; ends the process by name if it is gone or has another shape."""
     from evenroute.dist.engines.plugin import refuse
 
@@ -110,7 +112,7 @@ def find(seam: Seam) -> tuple[str, Any]:
     return refuse(ENGINE, f"{problem}; versions known: {FIRST} to {LAST}")
 
 
-def _missing(seam: Seam, found: Any) -> str:
+def _missing(seam: HookPoint, found: Any) -> str:
     """What the target lacks, or (a class) what its replacement lacks; empty if it is as known."""
     if isinstance(found, type):
         return _unknown_methods(found, hook_of(seam))

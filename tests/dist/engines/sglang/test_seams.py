@@ -65,7 +65,7 @@ def test_another_version_is_refused(
 
 @pytest.mark.parametrize("seam", seams.SEAMS, ids=lambda seam: seam.targets[0].rpartition(".")[2])
 def test_a_seam_that_is_gone_is_refused(
-    seam: seams.Seam, inside: Any, capsys: pytest.CaptureFixture[str]
+    seam: seams.HookPoint, inside: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for target in seam.targets:
         above, _, name = target.rpartition(".")
