@@ -11,6 +11,7 @@ from evenroute.eplb.planner.plan import plan_placement
 from evenroute.tools.bench.planner import main
 from evenroute.tools.bench.planning.baseline import greedy_plan, greedy_plan_layers_at_once
 from evenroute.tools.bench.planning.check import judge, linear_programme, moved
+from evenroute.tools.bench.planning.layer_budgets import by_layer
 from evenroute.tools.bench.planning.next import TRACES, follow_peer, mixtures, synthetic_loads, trace
 from evenroute.tools.bench.planning.peers import open_peers
 from evenroute.tools.bench.planning.time import drift, stationary
@@ -34,6 +35,19 @@ def test_the_judge_counts_like_the_planner_and_refuses_bad_placements() -> None:
     with pytest.raises(AssertionError, match="65535"):
         judge([[0, 1, 2, 0]], [[1, 65535, 65535, 1]], [[1, 1, 1]], 2)
     assert linear_programme([4, 1, 1], [0, 1, 2, 0], 2) == pytest.approx(3)
+
+
+def test_budgets_by_layer_are_the_best_of_all() -> None:
+    random = np.random.default_rng(5)
+    for budget in range(8):
+        values = np.sort(random.random((3, 4)), axis=0)[::-1]
+        steps = by_layer(values, budget)
+        every = np.stack(np.meshgrid(*[np.arange(3)] * 4)).reshape(4, -1)
+        fits = every[:, every.sum(axis=0) <= budget]
+        assert steps.sum() <= budget
+        assert values[steps, range(4)].sum() == pytest.approx(
+            values[fits, np.arange(4)[:, None]].sum(axis=0).min()
+        )
 
 
 def test_both_baselines_make_the_same_valid_plan() -> None:
