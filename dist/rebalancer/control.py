@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from evenroute.dist.log import LimitedLog
+from evenroute.dist.log import LimitedLog, event
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.types import Phase
 from evenroute.dist.rebalancer.plan_cycle import PlanCycle
@@ -20,6 +20,7 @@ from evenroute.dist.wire.control import (
     Answer,
     Done,
     ForeignVersionError,
+    LayerRequest,
     PlansOrder,
     RebalancerStatus,
     RecordRead,
@@ -104,6 +105,8 @@ class ControlService:
         match request:
             case StatusRequest():
                 return StatusAnswer(self._build_status(now))
+            case LayerRequest():
+                return self._plans.loads.of_layer(request.layer)
             case RecordRead():
                 return self._recorder.read(request)
             case RecordReport():
@@ -140,7 +143,7 @@ class ControlService:
             text = "plans are stopped, placements stay; `evenroute resume` goes on"
             if request.what == "resume":
                 text = "plans go on"
-        logger.info("%s: %s", request.what, text)
+        logger.info("%s: %s", request.what, text, extra=event(request.what))
         return Done(text)
 
     def _take(self, report: RecordReport) -> Answer | None:

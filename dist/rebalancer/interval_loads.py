@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from evenroute.dist.wire.control import ExpertLoad, LayerLoads
 from evenroute.eplb.loads.balance import rank_loads
 from evenroute.eplb.placement.placement import Placement
 
 Floats = NDArray[np.float64]
 _NONE = np.zeros((0, 0))
+HOTTEST = 32  # experts of a layer that are named
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,3 +44,20 @@ class IntervalLoads:
             np.where(known, counts.argmax(axis=1), -1).tolist(),
             np.round(counts.max(axis=1) / np.where(known, totals, 1.0), 4).tolist(),
         )
+
+    def of_layer(self, layer: int) -> LayerLoads:
+        """One layer: its ranks' loads over their mean, and its `HOTTEST` experts with the ranks that hold them."""
+        if self.placement is None or layer >= len(self.counts) or not self.counts[layer].any():
+            return LayerLoads(layer, [], [])
+        counts, loads = self.counts[layer], self.rank_loads[layer]
+        row = self.placement.physical_to_logical[layer]
+        width = len(row) // self.placement.topology.ep_size
+        total = float(counts.sum())
+        experts = [
+            ExpertLoad(
+                expert, float(counts[expert]) / total, (np.flatnonzero(row == expert) // width).tolist()
+            )
+            for expert in np.argsort(-counts, kind="stable")[:HOTTEST].tolist()
+            if counts[expert] > 0
+        ]
+        return LayerLoads(layer, np.round(loads / loads.mean(), 4).tolist(), experts)
