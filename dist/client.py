@@ -31,6 +31,7 @@ from evenroute.dist.wire.link import CONTROL_TAG, DealerLink
 from evenroute.eplb._checks import describe, require_number, shown
 
 _REQUESTS = typing.get_args(Request)
+_Kind = typing.TypeVar("_Kind")
 
 
 class UnreachableError(OSError):
@@ -78,6 +79,18 @@ class ControlClient:
         raise UnreachableError(
             f"rebalancer at {self._address}: no answer within {self._timeout_s:g} s; {self._hint()}"
         )
+
+    def expect(self, request: Request, kind: type[_Kind]) -> _Kind:
+        """`ask`, for an answer of one kind; RefusedError with the rebalancer's reason for any other."""
+        answer = self.ask(request)
+        if isinstance(answer, kind):
+            return answer
+        unexpected = f"unexpected answer {type(answer).__name__}"
+        raise RefusedError(answer.reason if isinstance(answer, Refused) else unexpected)
+
+    def status(self) -> RebalancerStatus:
+        """The rebalancer's status; raises as `expect`."""
+        return self.expect(StatusRequest(), StatusAnswer).status
 
     def _hint(self) -> str:
         """What to look at; an address with keys does not answer those who have none."""
@@ -148,12 +161,7 @@ def query_status(
 ) -> RebalancerStatus:
     """The rebalancer's status. Raises UnreachableError, RefusedError, or ValueError for a bad address or key file."""
     with ControlClient(address, keys=keys, timeout_s=timeout_s) as client:
-        answer = client.ask(StatusRequest())
-    if isinstance(answer, StatusAnswer):
-        return answer.status
-    raise RefusedError(
-        answer.reason if isinstance(answer, Refused) else f"unexpected answer {type(answer).__name__}"
-    )
+        return client.status()
 
 
 def command(
@@ -178,8 +186,6 @@ def read_recording(
     with ControlClient(address, keys=keys, timeout_s=timeout_s) as client:
         offset: int | None = 0
         while offset is not None:
-            answer = client.ask(RecordRead(offset=offset, rank=rank))
-            if not isinstance(answer, Recorded):
-                raise RefusedError(answer.reason if isinstance(answer, Refused) else "unexpected answer")
+            answer = client.expect(RecordRead(offset=offset, rank=rank), Recorded)
             yield answer
             offset = answer.next_offset

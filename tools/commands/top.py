@@ -52,8 +52,7 @@ def watch(
     from rich.console import Console
     from rich.live import Live
 
-    from evenroute.dist.client import ControlClient, RefusedError, UnreachableError
-    from evenroute.dist.wire.control import Refused, StatusAnswer, StatusRequest
+    from evenroute.dist.client import ControlClient, UnreachableError
     from evenroute.tools.report.top import Screen
 
     assert isinstance(console, Console)
@@ -66,18 +65,15 @@ def watch(
             while frames is None or looks < frames:
                 began = time.monotonic()
                 try:
-                    answer = client.ask(StatusRequest())
+                    found = client.status()
                 except UnreachableError as error:
                     if not looks:
                         raise
                     screen.lost(str(error), time.time())
                     status = 2
                 else:
-                    if not isinstance(answer, StatusAnswer):
-                        reason = answer.reason if isinstance(answer, Refused) else "unexpected answer"
-                        raise RefusedError(reason)
-                    screen.feed(answer.status, time.time())
-                    status = 0 if answer.status.healthy else 1
+                    screen.feed(found, time.time())
+                    status = 0 if found.healthy else 1
                 looks += 1
                 live.update(screen.render(console.width, console.height), refresh=True)
                 if frames is None or looks < frames:
