@@ -3,7 +3,7 @@ moves tables only. No torch here: the agreement and its simulator import this fi
 
 from typing import Protocol
 
-from evenroute.eplb._checks import require_at_least, require_parts
+from evenroute.eplb._checks import MAX_INTEGER, require_int, require_parts
 from evenroute.eplb.placement.placement import Placement, PlacementRow
 
 
@@ -62,7 +62,7 @@ class TablesOnly:
 
     def __init__(self, tables: TableUpdater, *, num_buffers: int = 4) -> None:
         require_parts("tables", tables, "DispatchTables", ("update_layer", "load"))
-        require_at_least("num_buffers", num_buffers, 1)
+        require_int("num_buffers", num_buffers, 1, MAX_INTEGER)
         self.num_buffers = num_buffers
         self._tables = tables
         self._opened: list[int] = []  # open and not committed, in the order of opening

@@ -28,7 +28,7 @@ from evenroute.dist.weights.staging import StagingBuffers
 from evenroute.dist.weights.verify import ChecksumTest, ExpectedChecksums
 from evenroute.eplb._checks import (
     LEAST_S,
-    require_at_least,
+    MAX_INTEGER,
     require_bool,
     require_callable,
     require_instance,
@@ -62,7 +62,7 @@ class MigrationConfig:
 
     def __post_init__(self) -> None:
         for name, low in (("staging_bytes", 1), ("chunk_bytes", ALIGN), ("max_peers", 1)):
-            require_at_least(name, getattr(self, name), low)
+            require_int(name, getattr(self, name), low, MAX_INTEGER)
         require_seconds("transfer_limit_s", self.transfer_limit_s, LEAST_S)
         require_bool("verify", self.verify)
 

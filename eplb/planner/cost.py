@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evenroute.eplb._checks import describe, is_number, require_one_of
+from evenroute.eplb._checks import describe, is_number, require_choice
 
 SOURCES = ("default", "given", "measured")
 
@@ -41,7 +41,7 @@ class TimeCosts:
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value <= 1:
                 raise ValueError(f"{name}={describe(value)}, expected a number in [0, 1]")
-        require_one_of("source", self.source, SOURCES)
+        require_choice("source", self.source, SOURCES)
 
     def moving(self, num_moves: int, num_ranks: int) -> float:
         """Seconds of the whole job that fetching so many slots costs."""

@@ -201,7 +201,7 @@ def test_numbers(field: str, call: Callable[[Any], Any]) -> None:
 )
 def test_names(field: str, call: Callable[[Any], Any]) -> None:
     for bad in (None, 3, ["global"], np.zeros(2), "GLOBAL", "x" * 5000):
-        refused(f"{field}= | expected one of", lambda bad=bad: call(bad))  # type: ignore[misc]
+        refused(f"{field}= | is not one of", lambda bad=bad: call(bad))  # type: ignore[misc]
 
 
 # ---------------------------------------------------------------------------------------- arrays
