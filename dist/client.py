@@ -60,7 +60,7 @@ class ControlClient:
         return DealerLink(self._parsed, keys=self._own, max_message_bytes=ANSWER_LIMIT_BYTES, queues=True)
 
     def ask(self, request: Request) -> Answer:
-        """Send and wait; UnreachableError past the time limit, MessageError for an answer that is none.
+        """Send and wait; UnreachableError past the time limit, MessageError for an answer that cannot be decoded.
 
         The client may be asked again after an UnreachableError: it connects anew, so that a late answer to one question
         is never taken for the answer to the next. A request that no rebalancer could read is refused with ValueError

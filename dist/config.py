@@ -27,7 +27,7 @@ _HOST = re.compile(r"[A-Za-z0-9_.:%-]+|\*", re.ASCII)
 
 
 class Rule(NamedTuple):
-    """What a value must fulfil (None and "" apart), and how that is said: "X found, expected `expected`"."""
+    """A condition on a value (None and "" excepted), and its message: "X found, expected `expected`"."""
 
     good: Callable[[Any], bool]
     expected: str

@@ -2,7 +2,7 @@
 refused.
 
 Inputs are opened here, or checked here before a library opens them by name. Most readers read a file more than once,
-so what a pipe brings is no substitute.
+so a pipe is no substitute.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def split_shares(threshold: Tensor, offset: Tensor, count: Tensor, tickets: Tens
 
     A binary tree over the expert's replicas: a node with share w of `total` passes the nearest integer to w * t / total
     of its first t tickets to its left half. So the halves are off their shares by at most 1/2, and a replica that has
-    the part p of its half by at most p / 2 + 1/2 <= 1. A deeper tree would not keep to 1.
+    the part p of its half by at most p / 2 + 1/2 <= 1. A deeper tree would exceed 1.
     """
     middle = (count + 1) // 2
     share = threshold[offset + middle - 1]

@@ -82,7 +82,7 @@ class ControlService:
             return Refused(str(error))
 
     def orders(self, now: float) -> Iterator[tuple[object, bytes]]:
-        """(peer, frame) of what ranks have to be told now about a recording of passes."""
+        """(peer, frame) of the orders about a recording of passes that ranks are due."""
         core = self._core
         if core.phase is not Phase.SERVING or core.view is None or now - self._ordered_at < _ORDERS_EVERY_S:
             return
@@ -146,6 +146,6 @@ class ControlService:
     def _take(self, report: RecordReport) -> Answer | None:
         wanted = self._recorder.passes()
         if wanted is not None and report.run == wanted.run and report.path:  # it has files
-            with suppress(StoreError):  # the next report brings it again
+            with suppress(StoreError):  # the next report has it again
                 self._recorder.begun(report.recording, epoch=self._core.epoch)
         return self.passes.take(report, wanted, self._core.view, self._core.epoch)

@@ -40,7 +40,7 @@ COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "plans": ("Planning cycles by result.", ("result",)),
     "placements": ("Placements by what became of them.", ("result",)),
     "store_errors": ("Writes to the store that failed.", ()),
-    "keys_refused": ("Connections turned away for an unknown key.", ()),
+    "keys_refused": ("Connections refused for an unknown key.", ()),
 }
 PLAN_ERRORS: Final = ("exception", "timeout", "crash", "garbage")
 PLACEMENT_RESULTS: Final = ("published", "unchanged", "not_worth_it", "refused", "not_kept")

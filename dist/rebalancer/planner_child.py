@@ -200,7 +200,7 @@ def _warm_up(function: str) -> None:
 
 
 def _decide_tiny_cases() -> None:
-    """Have the policy decide all that it can, so that whatever it needs is compiled (for the types that it meets)."""
+    """Let the policy make every kind of decision, so that all it needs is compiled (for the types it will get)."""
     for nodes, settings in (
         (1, PolicySettings()),
         (1, PolicySettings(uneven_shares=False)),

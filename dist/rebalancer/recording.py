@@ -149,7 +149,9 @@ class Recorder:
             )
         if saved.tentative and all_refused and saved.before is not None:
             self._save(saved.before, epoch)
-            return Done("the recording that no rank made was given up; the one before can still be dumped")
+            return Done(
+                "no rank recorded, so the recording was cancelled; the one before can still be dumped"
+            )
         self._save(msgspec.structs.replace(saved, stopped=now, tentative=False, before=None), epoch)
         return Done(f"recording ended after {now - saved.started:.1f} s")
 

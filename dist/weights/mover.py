@@ -46,7 +46,7 @@ class LayerMover(Protocol):
         ranks or nothing is open. Clears `staged` and `error`."""
 
     def in_flight(self) -> str | None:
-        """The transfer under way, operation and layer, for the message of whoever fails meanwhile; None if idle."""
+        """The transfer under way, operation and layer, for messages about a failure meanwhile; None if idle."""
 
 
 class TableUpdater(Protocol):

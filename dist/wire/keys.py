@@ -1,4 +1,4 @@
-"""CURVE keys and roles: key files, the list of known keys, and the ZAP handler that admits nobody else.
+"""CURVE keys and roles: key files, the list of known keys, and the ZAP handler that admits only these.
 
 A folder made by `evenroute keygen DIR` holds `rebalancer.toml` (secret), one secret file a role (`rank.toml`,
 `operator.toml`, `viewer.toml`: hand each to those who play that role) and `known_keys.toml` (public keys and roles).
@@ -177,7 +177,7 @@ def load_server_keys(folder: str | PathLike[str]) -> ServerKeys:
 class ZapHandler:
     """Answers ZeroMQ's own question "may this key in?" (RFC 27) from the list of known keys.
 
-    Served by the owner's poll loop: `socket` is readable -> `serve()`. Counts who was turned away.
+    Served by the owner's poll loop: `socket` is readable -> `serve()`. Counts the peers that it refused.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> None:

@@ -1,8 +1,8 @@
 """Dumps in the making: `.NAME.PID-HEX.partial` beside the target NAME, until they are whole and renamed.
 
-A writer holds a lock on its file, so whoever finds one can tell a file that is being written from what a killed
-process left (process numbers tell nothing across containers). What was left is kept and told, never removed unasked:
-it may be all that there is of a recording.
+A writer holds a lock on its file, so that a reader can distinguish a file that is being written from what a killed
+process left (process numbers mean nothing across containers). What was left is kept and reported, and only
+removed on request: it may be all that there is of a recording.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class DumpWriter:
         self._last.append((start, kind))
 
     def _take_back(self) -> bool:
-        """Give up the last record, so that there is room for the end; False when none is left to give up."""
+        """Drop the last record, so that there is room for the end; False when none is left to drop."""
         if not self._last or self._file is None:
             return False
         self._offset, kind = self._last.pop()
@@ -204,7 +204,7 @@ class DumpWriter:
         self._notes.append(note)
 
     def close(self) -> None:
-        """Finish and rename; harmless when repeated.
+        """Finish and rename; a second call does nothing.
 
         Where the disk has no room for the end, a few of the last records make room for it, which a note tells.
         OSError if even that fails: then `abandon` keeps the unfinished file, `discard` removes it.

@@ -37,7 +37,7 @@ from evenroute.eplb.loads.source import Counts, LoadSource, LoadWindow, Placemen
 
 
 def source_from_object(path: Path, data: Any, num_logical_experts: int | None = None) -> LoadSource:
-    """What an SGLang `.pt` or JSON object holds; ValueError names the keys if it is none of theirs."""
+    """What an SGLang `.pt` or JSON object holds; ValueError with the keys found if it is neither."""
     with reading(path):
         if isinstance(data, dict) and "logical_count" in data:
             return _from_logical_count(path, data)

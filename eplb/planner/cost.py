@@ -56,5 +56,5 @@ class TimeCosts:
         return seconds * (1.0 - step(after) / step(before))
 
     def price_per_slot(self, seconds: float, num_layers: int, num_ranks: int) -> float:
-        """Balancedness of one layer that one moved slot must bring to save in ``seconds`` what it costs."""
+        """Balancedness of one layer that one moved slot must gain to pay for itself within ``seconds``."""
         return self.moving(1, num_ranks) * num_layers / (seconds * self.load_fraction)

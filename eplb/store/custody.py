@@ -1,7 +1,7 @@
 """Whether the store's files are as this writer left them, and what it has acknowledged: so that damage is noticed.
 
 SQLite reads neither its log nor its file again while it writes: a file that is cut or overwritten by somebody else
-would go on taking windows that nobody can read after a crash.
+would keep taking windows that cannot be read after a crash.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 class Custody:
     """Compares the stamps of file and log with those after this writer's last write.
 
-    ``lock`` is held by whoever moves the log into the file, and notes the file's stamp then.
+    ``lock`` is held while the log is moved into the file; the file's stamp is noted then.
     """
 
     def __init__(self, path: Path) -> None:

@@ -55,7 +55,7 @@ def start(tables_ptr, seed_ptr, rank_salt, lane, CONSTANTS: tl.constexpr):
 
 @triton.jit
 def given_payloads(row, given, routed, CONSTANTS: tl.constexpr):
-    """Payloads of the experts that a caller or a table by token id names; -1 for ids that are none.
+    """Payloads of the experts that a caller or a table by token id names; -1 for invalid ids.
 
     The column in the payload keeps repeated ids apart and finds given weights again.
     """

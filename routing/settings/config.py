@@ -32,7 +32,7 @@ class RouterConfig:
     renormalize             divide the K routed weights by their sum (by 1 where it is 0) ...
     renormalize_epsilon     ... or, if > 0, by sum + epsilon
     routed_scaling_factor   factor of the routed experts' output
-    apply_routed_scaling_factor  True: the weights carry the factor; False: whoever combines multiplies by it
+    apply_routed_scaling_factor  True: the weights carry the factor; False: the consumer that combines multiplies by it
     softcap                 c > 0: logits become c * tanh(x / c) (softmax only)
     bias_domain             softmax: add the bias to the logit or ("score") to the probability
     num_shared_experts      S columns after the K routed ones, coefficient exactly 1

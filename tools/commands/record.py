@@ -107,7 +107,7 @@ def check_start(mode: str, name: str) -> None:
 
 
 def started(address: str, keys: Path | None, timeout_s: float) -> int:
-    """Wait until every rank has said whether it records; the exit status. A recording that nobody makes is ended."""
+    """Wait until every rank has said whether it records; the exit status. One without a recording rank is ended."""
     from evenroute.dist.client import command
     from evenroute.dist.wire.control import RecordStop
 
@@ -181,8 +181,8 @@ def summary_lines(status: RebalancerStatus) -> list[str]:
     running = status.recording and states.keys() <= {"recording", "starting"}
     if running or states.keys() <= {"ended"}:
         return []
-    told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-    lines = [f"of {len(ranks)} ranks: {told}"]
+    counted = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+    lines = [f"of {len(ranks)} ranks: {counted}"]
     if any(_never_ended(rank, status) for rank in ranks):
         lines.append(
             "finished files are whole; what else a rank wrote stays in its folder as "

@@ -47,7 +47,7 @@ def watch(
     """Look until the frames are used up or Ctrl-C; the exit status: 0 healthy, 1 degraded, 2 unreachable.
 
     Ctrl-C before the first answer raises KeyboardInterrupt (exit status 130): nothing is known yet.
-    A rebalancer that does not answer is told on the screen and asked again; only a first look that fails ends it.
+    A rebalancer that does not answer is shown as lost and asked again; only a failed first look ends the command.
     """
     from rich.console import Console
     from rich.live import Live

@@ -106,7 +106,7 @@ def source_facts(
 
 
 def _plan(history: History, settings: Settings) -> dict[str, Any]:
-    """What a full plan for `--plan-slots` brings to this history's loads."""
+    """What a full plan for `--plan-slots` gains on this history's loads."""
     from evenroute.eplb.analysis.facts import named_balancedness
     from evenroute.eplb.loads.balance import RankLoadMap, balancedness
     from evenroute.tools.report.pictures import planned
