@@ -93,7 +93,7 @@ class ControlClient:
         return self.expect(StatusRequest(), StatusAnswer).status
 
     def _hint(self) -> str:
-        """What to look at; an address with keys does not answer those who have none."""
+        """What to look at; an address with keys does not answer peers without one."""
         found = _connection_problem(self._parsed)
         if found:
             return found

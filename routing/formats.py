@@ -179,7 +179,7 @@ class BypassedRouting:
         hidden_states: Tensor | None = None,
         **arguments: Any,
     ) -> BypassedRouting:
-        """`arguments`: further ones of `Router.__call__`, for `to_standard`. Reads the tables: not in a captured step.
+        """`arguments`: other ones of `Router.__call__`, for `to_standard`. Reads the tables: not in a captured step.
 
         Raises:
             ValueError: the layer's placement is not trivial.

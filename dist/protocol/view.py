@@ -97,7 +97,7 @@ class RunView:
         try:
             found = self._store.find_row(digest)
         except StoreError:
-            return None  # as good as absent: the rank is asked
+            return None  # unusable, as if absent: the rank is asked
         if found is None or len(found[0]) != self.job.num_slots:
             return None
         return PlacementRow(*found)

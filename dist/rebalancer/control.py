@@ -67,7 +67,7 @@ class ControlService:
         self.passes = PassOrders()
 
     def answer(self, frame: bytes | memoryview, role: str, now: float) -> Answer | None:
-        """The answer to a request frame; None for a frame that is no request."""
+        """The answer to a request frame; None for a frame that is not a request."""
         try:
             return self._answer(decode_request(frame), role, now)
         except ForeignVersionError as error:

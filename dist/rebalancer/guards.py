@@ -244,7 +244,7 @@ def _end_holder(what: str, path: Path, holder: Holder, limit_s: float) -> FileLo
             try:
                 return FileLock(what, path)
             except LockHeldError as held:
-                if held.holder not in (None, holder):  # somebody else was faster
+                if held.holder not in (None, holder):  # another process was faster
                     raise
             time.sleep(0.05)
     raise LockHeldError(what, path, holder)
@@ -310,7 +310,7 @@ def _name(run: int, job: JobShape) -> str:
 
 
 class FileWatch:
-    """`problems`: one line for each file that is not in its place any more, or that somebody has damaged."""
+    """`problems`: one line for each file that is missing or damaged."""
 
     def __init__(self, lock: JobLock, link: RouterLink, store: HistoryStore, log: LimitedLog) -> None:
         self.problems: list[str] = []

@@ -98,7 +98,7 @@ class PassOrders:
         return all(rank in self._reports and self._reports[rank].state == "refused" for rank in ranks)
 
     def _lost(self, report: RecordReport) -> str:
-        """Why a rank that had not ended will not tell any more; empty as long as it is heard."""
+        """Why no more reports will come from a rank that had not ended; empty as long as it is heard."""
         if report.state in OVER:
             return ""
         if self._view is None or self._view.run != report.run:

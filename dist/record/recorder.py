@@ -56,7 +56,7 @@ class RankRecorder:
         last = self._last
         if last is None or last.order.recording != order.recording:
             past = next((one for one in self._past if one.order.recording == order.recording), None)
-            if past is not None:  # a refused recording gave way to it: what it came to is asked again
+            if past is not None:  # it replaced a refused recording, whose outcome is asked for again
                 self._answer = past.report()
                 return
             if not order.running:  # never heard of, or long forgotten: it is over

@@ -42,7 +42,7 @@ class LayerMover(Protocol):
         """Weights of the moved slots if the layer is open, then tables. Enqueued on the forward stream."""
 
     def discard(self) -> None:
-        """Forget what is opened and not committed; live weights and tables stay. Called when all of it is staged on all
+        """Drop what is opened and not committed; live weights and tables stay. Called when all of it is staged on all
         ranks or nothing is open. Clears `staged` and `error`."""
 
     def in_flight(self) -> str | None:

@@ -40,7 +40,7 @@ def partial_path(target: Path, writer: object) -> Path:
 
 
 def target_of(name: str) -> str | None:
-    """The target's name of an unfinished file's name; None for any other name."""
+    """The target's name, from an unfinished file's name; None for any other name."""
     match = _NAME.fullmatch(name)
     return None if match is None else match["target"]
 
@@ -73,7 +73,7 @@ def unfinished_in(folder: Path) -> list[Unfinished]:
             continue
         with suppress(
             OSError
-        ):  # finished or removed just now, or not ours to look into: then it is listed by none
+        ):  # finished or removed just now, or not ours to look into: then it is not listed
             if path.is_file():
                 found.append(Unfinished(path, target, path.stat().st_size, _held(path)))
     return found

@@ -20,7 +20,7 @@ _LENGTH = 128  # bytes of the note: one write of a fixed length, in place
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Size, time of the last write and inode; None for no file, or an empty one (a log before its first write)."""
+    """Size, time of the last write and inode; None for a missing or empty file (a log before its first write)."""
     try:
         found = os.stat(path)
     except OSError:
@@ -63,7 +63,7 @@ class Custody:
             self.lock.release()
 
     def damage(self) -> str | None:
-        """What is wrong with files that `changed`, though no other writer committed anything; None = all is readable.
+        """What is wrong with files that `changed`, though no other writer committed anything; None if all is readable.
 
         A checkpoint of another process changes the file alone, and nothing in it.
         """

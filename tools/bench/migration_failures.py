@@ -25,7 +25,7 @@ def _some_placement(bench: ModelBench, seed: int = 5) -> Placement:
 
 
 def kill_part(bench: ModelBench) -> dict[str, Any]:
-    """The last rank is killed in the middle of a migration; the others must end, saying what they were at."""
+    """The last rank is killed in the middle of a migration; the others must end and name the operation under way."""
     model = bench.model
     step = GraphStep(model, bench.args.tokens)
     model.driver.propose(_some_placement(bench))
