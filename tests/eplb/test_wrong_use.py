@@ -272,18 +272,6 @@ def test_rows(words: str, call: Call) -> None:
     refused(words, call)
 
 
-def test_a_changed_row_gives_what_the_rows_give() -> None:
-    """`with_row` takes shares of both kinds of row, into placements of both kinds."""
-    twice = next(e for e in range(E) if (ROW.slots == e).sum() == 2)
-    shares = UNEVEN.copy()
-    shares[ROW.slots == twice] = (60000, 5535)
-    uneven = PlacementRow(ROW.slots, shares)
-    for before in (PLACEMENT, PLACEMENT.with_row(0, uneven)):
-        for row in (ROW, uneven):
-            rows = [before.row(0), row]
-            assert before.with_row(1, row).digest() == Placement.from_rows(rows, E, TOPOLOGY).digest()
-
-
 # ----------------------------------------------------------------------------- objects and files
 
 
