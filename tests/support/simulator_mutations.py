@@ -20,7 +20,6 @@ from evenroute.dist.protocol.stream import RankStream
 from evenroute.dist.protocol.types import Outgoing
 from evenroute.dist.protocol.view import RunView
 from evenroute.dist.wire.messages import Ack, Down, JobShape, RankStatus, RankWindow
-from support.simulator import Parts
 from support.simulator_store import SimStore
 from support.simulator_vote_mutations import (
     CommitUnderError,
@@ -41,6 +40,7 @@ from support.simulator_vote_mutations import (
     TwoVotes,
     snapshot_per_rank,
 )
+from support.simulator_world import Parts
 
 # ---------------------------------------------------------------------------------------------- stream
 

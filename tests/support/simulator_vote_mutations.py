@@ -12,8 +12,8 @@ from evenroute.dist.protocol.job_start import StartedJob
 from evenroute.dist.protocol.rank import RankCore
 from evenroute.dist.protocol.types import Phase
 from evenroute.dist.wire.placement import pack_placement
-from support.simulator import World
 from support.simulator_rank import SimRank
+from support.simulator_world import World
 
 Vector = Sequence[int] | NDArray[np.int64]
 
