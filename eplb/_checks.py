@@ -175,11 +175,15 @@ def shown(value: Any) -> str:
 
 
 def as_path(name: str, value: Any) -> Path:
-    """`value`, a str or a path, as a path; ValueError for anything else, for none, and for one no file can have."""
+    """`value`, a str or a path, as a path; ValueError for anything else, for "", and for one no file can have."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):
         raise ValueError(f"{name} must be a path, found {describe(value)}")
-    if not text or "\0" in text or not _is_utf8(text):
+    try:
+        known = bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        known = False
+    if not known:
         raise ValueError(f"{name} must be a path, found {shown(text)}")
     return Path(text)
 
@@ -206,14 +210,6 @@ def require_callable(name: str, value: Any, takes: str) -> None:
     """Raise ValueError unless `value` can be called; `takes` says how, for the message."""
     if not callable(value):
         raise ValueError(f"{name} must be callable as {takes}, found {describe(value)}")
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _class_or(value: Any) -> str:
