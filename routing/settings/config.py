@@ -11,6 +11,7 @@ from evenroute.eplb._checks import (
     require_int,
     require_number,
 )
+from evenroute.eplb.placement.models import ModelShape
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 TOPK_METHODS = ("greedy", "noaux_tc")
@@ -128,6 +129,19 @@ class RouterConfig:
         if rule:
             found = f"num_experts={experts}, num_groups={groups}, topk_group={kept}, top_k={top_k}"
             raise ValueError(f"{found}: {rule}")
+
+    @classmethod
+    def of_model(cls, shape: ModelShape) -> RouterConfig:
+        """The routing form of a model that the commands know, its routed experts alone."""
+        return cls(
+            shape.num_logical_experts,
+            shape.top_k,
+            shape.scoring,
+            shape.num_groups,
+            shape.topk_group,
+            shape.renormalize,
+            shape.routed_scaling_factor,
+        )
 
     @property
     def grouped(self) -> bool:

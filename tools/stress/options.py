@@ -159,18 +159,6 @@ def _shape(args: argparse.Namespace) -> ModelShape:
     return replace(base, num_shared_experts=0, **given)
 
 
-def _router(shape: ModelShape) -> RouterConfig:
-    return RouterConfig(
-        num_experts=shape.num_logical_experts,
-        top_k=shape.top_k,
-        scoring=shape.scoring,
-        num_groups=shape.num_groups,
-        topk_group=shape.topk_group,
-        renormalize=shape.renormalize,
-        routed_scaling_factor=shape.routed_scaling_factor,
-    )
-
-
 @contextmanager
 def _flags_named() -> Iterator[None]:
     """Errors of settings name their fields: here by the flags that set them."""
@@ -265,7 +253,7 @@ def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
         _within(name, value, least, most)
     with _flags_named():
         shape = _shape(args)
-        router = _router(shape)
+        router = RouterConfig.of_model(shape)
         topology = Topology(ep_size, args.num_nodes)
         Placement.initial(shape.num_layers, shape.num_logical_experts, shape.num_slots, topology)
     _check_loads(args, shape)
