@@ -13,6 +13,7 @@ from evenroute.eplb.analysis.history import Achieved, History, as_json_points
 from evenroute.eplb.loads.balance import Balancedness
 from evenroute.eplb.loads.skew import Floats, skew
 from evenroute.eplb.loads.source import LoadSource
+from evenroute.eplb.loads.total import exact_sum
 
 TOP = 10
 HOT = 2.0  # an expert is hot while its load is at least so many times its layer's mean
@@ -54,12 +55,12 @@ def history_facts(history: History, *, top: int = TOP) -> dict[str, Any]:
     facts = source_facts(source)
     balance = history.balancedness()
     using = history.using
-    routed = float(history.total.sum())
+    routed = exact_sum(history.counted)
     facts |= {
         "num_windows": history.num_windows,
         "num_incomplete_windows": history.num_incomplete,
         "num_windows_without_placement": history.num_unplaced,
-        "routed": int(routed) if routed.is_integer() else routed,
+        "routed": int(routed) if routed % 1 == 0 else routed,
         "tokens": history.tokens if history.tokens is not None else derived_tokens(history),
         "first_step": history.first_step,
         "last_step": history.last_step,
@@ -86,7 +87,7 @@ def derived_tokens(history: History) -> int | None:
     """Tokens of a history whose windows do not state them: a layer's load / top-k; None if top-k is unknown."""
     if not history.source.top_k:
         return None
-    return int(history.total.sum(axis=1).max() // history.source.top_k)
+    return int(max(exact_sum(row) for row in history.counted) // history.source.top_k)
 
 
 def _relative(loads: Floats) -> Floats:
@@ -116,18 +117,21 @@ def _smallest(values: Floats, top: int) -> Iterator[tuple[int, int]]:
             yield row, column
 
 
-def _load_facts(history: History, loads: Floats, layer: int, name: str, number: int) -> dict[str, Any]:
-    """The load of one expert or rank of a layer; ``times_mean``: over the layer's mean."""
-    load = float(loads[layer, number])
-    times_mean = load / float(loads[layer].mean())
-    return {"layer": history.source.layer_name(layer), name: number, "load": load, "times_mean": times_mean}
+def _load_facts(history: History, relative: Floats, layer: int, expert: int) -> dict[str, Any]:
+    """The load of one expert of a layer, exact and over the layer's mean."""
+    return {
+        "layer": history.source.layer_name(layer),
+        "expert": expert,
+        "load": history.counted[layer, expert].item(),
+        "times_mean": float(relative[layer, expert]),
+    }
 
 
 def hottest_experts(history: History, top: int) -> list[dict[str, Any]]:
     """The experts with the most load over their layer's mean, over all layers."""
     relative = _relative(history.total)
     return [
-        _load_facts(history, history.total, layer, "expert", expert)
+        _load_facts(history, relative, layer, expert)
         | {
             "share_of_layer": float(history.total[layer, expert] / history.total[layer].sum()),
             "hot_since": hot_since(history, layer, expert),
@@ -141,7 +145,7 @@ def coldest_experts(history: History, top: int) -> list[dict[str, Any]]:
     relative = _relative(history.total)
     relative[~history.total.any(axis=1)] = np.inf
     pairs = _smallest(relative, top)
-    return [_load_facts(history, history.total, layer, "expert", expert) for layer, expert in pairs]
+    return [_load_facts(history, relative, layer, expert) for layer, expert in pairs]
 
 
 def hottest_ranks(history: History, top: int) -> list[dict[str, Any]]:
@@ -149,8 +153,15 @@ def hottest_ranks(history: History, top: int) -> list[dict[str, Any]]:
     if history.rank_total is None:
         return []
     relative = _relative(history.rank_total)
-    pairs = _smallest(np.where(relative > 0, -relative, np.inf), top)
-    return [_load_facts(history, history.rank_total, layer, "rank", rank) for layer, rank in pairs]
+    return [
+        {
+            "layer": history.source.layer_name(layer),
+            "rank": rank,
+            "load": float(history.rank_total[layer, rank]),
+            "times_mean": float(relative[layer, rank]),
+        }
+        for layer, rank in _smallest(np.where(relative > 0, -relative, np.inf), top)
+    ]
 
 
 def placement_facts(found: Achieved) -> dict[str, Any]:
@@ -178,16 +189,16 @@ def layer_facts(history: History, layer_name: int, *, top: int = TOP) -> dict[st
     if layer_name not in names:
         raise ValueError(f"{source.path}: no layer {layer_name}, expected {_span(names)}")
     layer = names.index(layer_name)
-    loads = history.total[layer]
+    loads = history.counted[layer]
     order = np.argsort(-loads, kind="stable")
-    total = float(loads.sum())
+    total = exact_sum(loads)
     using = history.using
     experts = [
         {
             "expert": int(expert),
-            "load": float(loads[expert]),
+            "load": loads[expert].item(),
             "share": float(loads[expert] / total) if total else 0.0,
-            "times_mean": float(loads[expert] * len(loads) / total) if total else 0.0,
+            "times_mean": float(loads[expert]) * len(loads) / total if total else 0.0,
             "hot_since": hot_since(history, layer, int(expert)),
             "ranks": [] if using is None else _ranks_of(history, layer, int(expert)),
         }

@@ -12,7 +12,7 @@ from support.outside import FLAGS, JOB
 
 @pytest.fixture
 def rebalancer(tmp_path):
-    flags = [*FLAGS, "--metrics-bind", "127.0.0.1:0"]
+    flags = [*FLAGS, "--http-bind", "127.0.0.1:0"]
     # The simulated ranks are silent while a test runs a command.
     with RebalancerProcess(
         tmp_path, flags=flags, toml="[rebalancer]\nmax_rank_silence_s = 60.0\n"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from evenroute.dist.client import query_status
-from evenroute.dist.rebalancer.metrics import metric_names
+from evenroute.dist.web.metrics import metric_names
 from evenroute.eplb.dump.reader import DumpReader
 from evenroute.tools.run.simulated_job import SimulatedJob
 from support.control_plane import (
