@@ -1,5 +1,5 @@
 """The seeded fault simulator: the protocol's own cores under loss, delay, duplication, reordering, stops, crashes,
-lost stores, two masters, full disks, slow transfers, bad content and skewed clocks.
+lost stores, two masters, full disks, slow transfers, bad content, skewed clocks and a hostile peer.
 
     cd tests && python -m support.simulator --seeds 0:1000          # prints failing seeds; exit status 1 if any
     cd tests && python -m support.simulator --seeds 4711:4712 --trace   # exact replay, every event

@@ -30,6 +30,7 @@ from support.simulator_history import (
     History,
     violations,
 )
+from support.simulator_hostile import HOSTILE, SimHostile
 from support.simulator_job import SimJob
 from support.simulator_knobs import Knobs, placement_pool
 from support.simulator_rank import SimRank
@@ -92,6 +93,7 @@ class World:
         self.connected: list[SimRebalancer | None] = [None] * self.knobs.ranks
         self.cut_until = [0.0] * self.knobs.ranks
         self.job = SimJob(self)
+        self.hostile = SimHostile(self) if self.knobs.hostile else None
         if self.rng.random() < 0.8:
             self.start_rebalancer()
         else:
@@ -141,6 +143,10 @@ class World:
 
     def send_down(self, sender: SimRebalancer, rank: int, message: Down) -> None:
         """From a rebalancer to whichever process is this rank when it arrives."""
+        if rank == HOSTILE:
+            assert self.hostile is not None
+            self.hostile.on_message(message)
+            return
         if self.now < self.cut_until[rank] and self.faulty:
             return
         if self.faulty and isinstance(message, PlacementMessage) and self.rng.random() < self.knobs.damage:
@@ -247,6 +253,7 @@ class World:
     def _new_job(self) -> None:
         if not self.job.alive:
             self.job = SimJob(self)
+        self.hostile = SimHostile(self) if self.knobs.hostile else None
             self.trace("a job starts")
 
     def _pause_rank(self) -> None:
