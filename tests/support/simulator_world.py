@@ -253,7 +253,6 @@ class World:
     def _new_job(self) -> None:
         if not self.job.alive:
             self.job = SimJob(self)
-        self.hostile = SimHostile(self) if self.knobs.hostile else None
             self.trace("a job starts")
 
     def _pause_rank(self) -> None:
