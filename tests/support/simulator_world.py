@@ -80,9 +80,8 @@ class World:
         self.store_of_epoch: dict[int, SimStore] = {}
         self.sealed: dict[SimRank, int] = {}
         self.final_published = False
-        self.final_wanted = (
-            self.rng.random() < 0.6
-        )  # else what is there at the end of the faults has to spread
+        # Else what is there at the end of the faults has to spread.
+        self.final_wanted = self.rng.random() < 0.6
         self._trace = trace
         self._num_queued = 0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
