@@ -165,7 +165,7 @@ class AgentThread:
             self._send(self._end_partial())
         if self._link is None:
             with self.lock:
-                self.core.tick(time.monotonic())  # nobody hears it, but its clock goes on
+                self.core.tick(time.monotonic())  # nothing is sent, but its clock goes on
             return
         self._watch_silence(self._link)
         if self._link.connected_anew():

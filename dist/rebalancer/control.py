@@ -71,7 +71,7 @@ class ControlService:
         self._traces = SwitchTraces()
 
     def answer(self, frame: bytes | memoryview, role: str, now: float) -> Answer | None:
-        """The answer to a request frame; None for a frame that is no request."""
+        """The answer to a request frame; None for a frame that is not a request."""
         try:
             return self._answer(decode_request(frame), role, now)
         except ForeignVersionError as error:
@@ -86,7 +86,7 @@ class ControlService:
             return Refused(str(error))
 
     def orders(self, now: float) -> Iterator[tuple[object, bytes]]:
-        """(peer, frame) of what ranks have to be told now about a recording of passes."""
+        """(peer, frame) of the orders about a recording of passes that ranks are due."""
         core = self._core
         if core.phase is not Phase.SERVING or core.view is None or now - self._ordered_at < _ORDERS_EVERY_S:
             return
@@ -159,6 +159,6 @@ class ControlService:
     def _take(self, report: RecordReport) -> Answer | None:
         wanted = self._recorder.passes()
         if wanted is not None and report.run == wanted.run and report.path:  # it has files
-            with suppress(StoreError):  # the next report brings it again
+            with suppress(StoreError):  # the next report has it again
                 self._recorder.begun(report.recording, epoch=self._core.epoch)
         return self.passes.take(report, wanted, self._core.view, self._core.epoch)

@@ -32,7 +32,7 @@ ANSWER_LIMIT_BYTES = 32 * 1024 * 1024
 
 
 class StatusRequest(Struct, frozen=True, tag="status", forbid_unknown_fields=True):
-    """How are you?"""
+    """Asks for the rebalancer's state."""
 
     protocol: int = CONTROL_PROTOCOL
 
@@ -294,12 +294,12 @@ def encode_control(message: Request | Answer) -> bytes:
 
 
 def decode_request(frame: bytes | memoryview) -> Request:
-    """A request; MessageError in one line when it is none, ForeignVersionError when it is one of another version."""
+    """A request; MessageError in one line if it cannot be decoded, ForeignVersionError if its version is another."""
     return _decode(_requests, frame, "control frame")
 
 
 def decode_order(frame: bytes | memoryview) -> Order:
-    """The rebalancer's order to a rank; MessageError in one line when it is none."""
+    """The rebalancer's order to a rank; MessageError in one line if it cannot be decoded."""
     return _decode(_orders, frame, "order")
 
 
@@ -316,7 +316,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes | memoryvie
 
 
 def decode_answer(frame: bytes | memoryview) -> Answer:
-    """An answer; MessageError in one line when it is none."""
+    """An answer; MessageError in one line if it cannot be decoded."""
     try:
         return _answers.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

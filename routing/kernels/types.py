@@ -184,7 +184,7 @@ class RouteConstants(NamedTuple):
 
     @property
     def carries_payload(self) -> bool:
-        """Whether the choice brings along what the tables say of each expert."""
+        """Whether the choice also carries each expert's table entry."""
         return self.score.payload and self.source == "logits"
 
     @property

@@ -43,19 +43,6 @@ class Job:
     dtype: str = "float32"
 
 
-def router_config(model: str) -> RouterConfig:
-    shape = MODEL_SHAPES[model]
-    return RouterConfig(
-        shape.num_logical_experts,
-        shape.top_k,
-        shape.scoring,
-        shape.num_groups,
-        shape.topk_group,
-        renormalize=shape.renormalize,
-        routed_scaling_factor=shape.routed_scaling_factor,
-    )
-
-
 def bench_placement(model: str, weighted: bool) -> Placement:
     """One layer, round-robin redundancy; with `weighted` every replicated expert has uneven shares."""
     shape = MODEL_SHAPES[model]
@@ -106,7 +93,14 @@ def prepare(job: Job, device: torch.device) -> Callable[[], Any]:
     placement = bench_placement(job.model, dispatch == "weighted")
     tables = DispatchTables(placement, ep_rank=0, device=device)
     counters = ExpertCounters(1, placement.num_logical_experts, device=device)
-    router = Router(router_config(job.model), tables, counters, dispatch=dispatch, deal=deal, pdl=job.pdl)
+    router = Router(
+        RouterConfig.of_model(MODEL_SHAPES[job.model]),
+        tables,
+        counters,
+        dispatch=dispatch,
+        deal=deal,
+        pdl=job.pdl,
+    )
     logits, bias = draw_inputs(job, device)
     valid = torch.tensor([job.rows], dtype=torch.int32, device=device)
     out = router.allocate(job.rows)
@@ -163,7 +157,7 @@ def floor_microseconds(job: Job, rate: float) -> float:
 
 def torch_steps(job: Job, device: torch.device) -> list[Callable[..., Any]]:
     """The same work as separate torch steps: choice, weights, remap by hash, mask, record."""
-    config = router_config(job.model)
+    config = RouterConfig.of_model(MODEL_SHAPES[job.model])
     placement = bench_placement(job.model, False)
     tables = DispatchTables(placement, ep_rank=0, device=device)
     offset, slots = tables.replica_offset[0].long(), tables.replica_slot[0]
