@@ -65,7 +65,7 @@ class _Columns:
 
     def _standard(self, weights: Tensor, physical_ids: Tensor, packed_ids: Tensor | None) -> RoutingOutput:
         emitted = ("weights", "physical_ids", *(() if packed_ids is None else ("packed_ids",)))
-        others = dict.fromkeys(("logical_ids", "local_ids", "slot_histogram"))
+        others: dict[str, Any] = dict.fromkeys(("logical_ids", "local_ids", "slot_histogram"))
         return RoutingOutput(
             weights, physical_ids, packed_ids=packed_ids, emitted=emitted, **others, **_columns(self)
         )
