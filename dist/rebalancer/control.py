@@ -15,6 +15,7 @@ from evenroute.dist.protocol.types import Phase
 from evenroute.dist.rebalancer.plan_cycle import PlanCycle
 from evenroute.dist.rebalancer.record_orders import PassOrders
 from evenroute.dist.rebalancer.recording import Recorder
+from evenroute.dist.rebalancer.tracing import SwitchTraces
 from evenroute.dist.wire.control import (
     ALLOWED,
     Answer,
@@ -36,6 +37,7 @@ from evenroute.dist.wire.control import (
 from evenroute.dist.wire.keys import LOCAL_ROLE
 from evenroute.dist.wire.messages import MessageError
 from evenroute.dist.wire.recording import RecordReport
+from evenroute.dist.wire.tracing import TraceReport, TraceRequest
 from evenroute.eplb.store.writer import StoreError
 
 logger = logging.getLogger("evenroute.dist.rebalancer")
@@ -66,6 +68,7 @@ class ControlService:
         self._log = log
         self._ordered_at = float("-inf")
         self.passes = PassOrders()
+        self._traces = SwitchTraces()
 
     def answer(self, frame: bytes | memoryview, role: str, now: float) -> Answer | None:
         """The answer to a request frame; None for a frame that is not a request."""
@@ -91,6 +94,8 @@ class ControlService:
         if self._recorder.end_with_run(core.view.run, epoch=core.epoch, now=time.time()):
             core.keep_rank_detail = False
             logger.info("recording ended: the job that it was of has ended")
+        for peer, wanted in self._traces.due(core.view, now):
+            yield peer, encode_control(wanted)
         encoded: tuple[object, bytes] = (None, b"")
         for peer, order in self.passes.due(self._recorder.passes(), core.view, core.epoch, now):
             if encoded[0] is not order:
@@ -111,6 +116,11 @@ class ControlService:
                 return self._recorder.read(request)
             case RecordReport():
                 return self._take(request)
+            case TraceRequest():
+                return self._traces.ask(request.trace, request.offset, self._core.view, now)
+            case TraceReport():
+                self._traces.take(request, self._core.view)
+                return None
             case PlansOrder():
                 return self._order_plans(request)
             case RecordStart():

@@ -25,6 +25,7 @@ from evenroute.dist.wire.recording import (
     RecordOrder,
     RecordReport,
 )
+from evenroute.dist.wire.tracing import TraceAnswer, TraceOrder, TraceReport, TraceRequest
 
 CONTROL_LIMIT_BYTES = 64 * 1024
 ANSWER_LIMIT_BYTES = 32 * 1024 * 1024
@@ -77,17 +78,27 @@ class LayerRequest(Struct, frozen=True, tag="layer", forbid_unknown_fields=True)
 
 
 Request: TypeAlias = (
-    StatusRequest | LayerRequest | RecordStart | RecordStop | RecordRead | PlansOrder | RecordReport
+    StatusRequest
+    | LayerRequest
+    | TraceRequest
+    | RecordStart
+    | RecordStop
+    | RecordRead
+    | PlansOrder
+    | RecordReport
+    | TraceReport
 )
 
 ALLOWED: dict[type, frozenset[str]] = {
     StatusRequest: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     LayerRequest: frozenset({LOCAL_ROLE, "operator", "viewer"}),
+    TraceRequest: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     RecordRead: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     RecordStart: frozenset({LOCAL_ROLE, "operator"}),
     RecordStop: frozenset({LOCAL_ROLE, "operator"}),
     PlansOrder: frozenset({LOCAL_ROLE, "operator"}),
     RecordReport: frozenset({LOCAL_ROLE, "rank"}),
+    TraceReport: frozenset({LOCAL_ROLE, "rank"}),
 }
 RANK_ROLES = frozenset({LOCAL_ROLE, "rank"})
 
@@ -256,13 +267,14 @@ class Refused(Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
     reason: str
 
 
-_Message = TypeVar("_Message", bound=Request | RecordOrder)
-Answer: TypeAlias = StatusAnswer | LayerLoads | Recorded | Done | Refused | RecordOrder
+_Message = TypeVar("_Message", bound="Request | Order")
+Order: TypeAlias = RecordOrder | TraceOrder
+Answer: TypeAlias = StatusAnswer | LayerLoads | TraceAnswer | Recorded | Done | Refused | Order
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_orders: msgspec.msgpack.Decoder[RecordOrder] = msgspec.msgpack.Decoder(RecordOrder)
+_orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 
 
 class _Versioned(Struct):
@@ -286,7 +298,7 @@ def decode_request(frame: bytes | memoryview) -> Request:
     return _decode(_requests, frame, "control frame")
 
 
-def decode_order(frame: bytes | memoryview) -> RecordOrder:
+def decode_order(frame: bytes | memoryview) -> Order:
     """The rebalancer's order to a rank; MessageError in one line if it cannot be decoded."""
     return _decode(_orders, frame, "order")
 
