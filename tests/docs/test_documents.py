@@ -66,7 +66,7 @@ FOREIGN_FLAGS = {
         "--moe-backend",
         "--all2all-backend",
     ),
-    "--expert-placement-strategy",
+    *("--expert-placement-strategy", "--shutdown-timeout"),
 }
 PLACEHOLDER = re.compile(r"[<>*{}$\[\]]|\.\.\.|…")
 
