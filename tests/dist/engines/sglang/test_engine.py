@@ -27,6 +27,9 @@ HERE = Path(__file__).resolve()
 ROOT = HERE.parents[4]
 SUPPORT = ROOT / "tests" / "support"
 ENV = os.environ.get("EVENROUTE_SGLANG_ENV", "")
+VERSIONS = [
+    found.name.split("-")[1] for found in Path(ENV).glob("lib/python3*/site-packages/sglang-*.dist-info")
+]
 ROUNDS, AFTER_UPDATE = 8, 2
 EPLB = {"tp_size": 2, "ep_size": 2, "enable_eplb": True, "ep_num_redundant_experts": 4}
 
@@ -185,6 +188,7 @@ def test_tokens_stay_equal_through_switches_and_an_online_update(place: Place, r
     )
 
 
+@pytest.mark.skipif("0.5.17" in VERSIONS, reason="0.5.17 pins host memory for DP attention, on CPUs too")
 def test_idle_ranks_of_dp_attention_take_part(place: Place, reference: Any) -> None:
     place.rebalancer()
     arguments = {**EPLB, "dp_size": 2, "enable_dp_attention": True, "one_by_one": True}
@@ -208,7 +212,8 @@ class Server:
         command += f"--grammar-backend none --skip-server-warmup --port {port}".split()
         self.url = f"http://127.0.0.1:{port}"
         self.process = place.started(command, place.evenroute(**more), "server")
-        wait_for("server", lambda: self.get("/health"), 240)
+        wait_for("server", lambda: self.get("/health") or self.process.poll() is not None, 240)
+        assert self.process.poll() is None, place.log("server")[-2000:]
 
     def get(self, path: str, body: Any = None) -> str | None:
         data = None if body is None else json.dumps(body).encode()
