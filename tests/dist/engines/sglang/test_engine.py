@@ -268,7 +268,7 @@ def test_a_server_outlives_its_rebalancer_and_answers_its_endpoints(place: Place
     assert total > 0
     server.process.send_signal(signal.SIGTERM)
     wait_for("goodbye", lambda: "has finished: all ranks said goodbye" in place.log("rebalancer"), 60)
-    assert place.log("server").count("last window stored") == 2
+    wait_for("both ranks' word of it", lambda: place.log("server").count("last window stored") == 2, 20)
     print(
         f"\n12 answers equal, rebalancer killed and back, 0 windows missing; a dump of {source.num_windows} windows, "
         f"{total} choices; SIGTERM: both ranks said goodbye"
