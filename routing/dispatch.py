@@ -32,6 +32,11 @@ def hash_salt(mode: Mode, ep_rank: int, seed: int = 0) -> int:
     return ((ep_rank + 1) * RANK_MULTIPLIER + seed * SEED_MULTIPLIER) & _MASK32
 
 
+def as_signed32(value: int) -> int:
+    """A 32-bit number as kernels take it."""
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
 def hash_rows(rows: Tensor, experts: Tensor, salt: int) -> Tensor:
     """32-bit hash (in int64) of global row and expert; the tensors broadcast."""
     x = (rows * ROW_MULTIPLIER + experts * EXPERT_MULTIPLIER + salt) & _MASK32

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from evenroute.routing.dispatch import hash_salt
+from evenroute.routing.dispatch import as_signed32, hash_salt
 from evenroute.routing.kernels.plan import plan_launch, supports_groups
 from evenroute.routing.kernels.route import route
 from evenroute.routing.kernels.types import Counting, RouteConstants, Score, Weighing
@@ -21,20 +21,39 @@ EXACT_ROWS = 256
 INTERPRETED_ROWS = 8
 
 
+class Launched(NamedTuple):
+    """Triton's compiled kernel of a launch, and what it was compiled for."""
+
+    kernel: Any
+    constants: RouteConstants
+
+
 def route_kernel(
     plan: RouterPlan, call: RouteCall, out: RoutingOutput, *, pdl: bool = False
-) -> RoutingOutput:
+) -> Launched | None:
     """Route one batch into `out` with one launch (none for an empty batch)."""
     if call.num_tokens == 0:
         if "slot_histogram" in plan.emit:
             assert out.slot_histogram is not None
             out.slot_histogram.zero_()
-        return out
+        return None
     if call.given_ids is None and call.expert_ids_by_token is None and not supports_groups(plan.config):
         call = choose_on_host_path(plan.config, call)
     grid, arguments, constants, options = launch_arguments(plan, call, out, pdl)
-    route[grid](*arguments, constants, **options)
-    return out
+    device = plan.seed.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return Launched(route[grid](*arguments, constants, **options), constants)
+    return Launched(route[grid](*arguments, constants, **options), constants)
+
+
+def compile_kernel(plan: RouterPlan, call: RouteCall, out: RoutingOutput, *, pdl: bool = False) -> Launched:
+    """Compile what this call would launch, and launch nothing."""
+    grid, arguments, constants, options = launch_arguments(plan, call, out, pdl)
+    with torch.cuda.device(plan.seed.device):
+        kernel = route.warmup(*arguments, constants, grid=grid, **options)
+        kernel._init_handles()  # loads it onto the device
+        return Launched(kernel, constants)
 
 
 @torch.no_grad()
@@ -108,13 +127,13 @@ def launch_arguments(
         given(call.num_valid_tokens),
         as_bytes(call.count) if isinstance(call.count, Tensor) else unused,
         plan.seed,
-        tables.layer_rows[call.layer],
+        tables.layer_row(call.layer, call.num_tokens),
         call.num_tokens,
         0 if call.logits is None else logits.stride(0),
         bias.stride(0) if call.bias is not None and call.bias.dim() == 2 else 0,
         0 if call.expert_ids_by_token is None else call.expert_ids_by_token.shape[0],
-        _signed32(call.row_offset & 0xFFFFFFFF),  # the hash takes rows modulo 2**32
-        _signed32(hash_salt(plan.mode, tables.ep_rank)),
+        as_signed32(call.row_offset & 0xFFFFFFFF),  # the hash takes rows modulo 2**32
+        as_signed32(hash_salt(plan.mode, tables.ep_rank)),
         tables.ep_rank,
     ]
     grid = (-(-call.num_tokens // constants.plan.layout.rows),)
@@ -176,7 +195,3 @@ def launch_constants(plan: RouterPlan, call: RouteCall, pdl: bool) -> RouteConst
         given_width=config.top_k if call.given_ids is None else call.given_ids.shape[1],
         pdl=pdl,
     )
-
-
-def _signed32(value: int) -> int:
-    return value - (1 << 32) if value >= 1 << 31 else value

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,15 @@ from evenroute.routing.tables.tables import DispatchTables, fits_payload
 
 OUTPUT_NAMES = ("weights", "physical_ids", "logical_ids", "local_ids", "packed_ids", "slot_histogram")
 DEFAULT_EMIT = ("weights", "physical_ids")
+
+
+class Written(NamedTuple):
+    """Output tensors that were checked for a router and a number of rows, and where they begin."""
+
+    plan: RouterPlan
+    rows: int
+    tensors: tuple[Tensor | None, ...]
+    pointers: tuple[int, ...]
 
 
 @dataclass
@@ -46,6 +56,18 @@ class RoutingOutput:
     scaling_applied: bool
     num_buckets: int
     emitted: tuple[str, ...] = DEFAULT_EMIT
+    written: Written | None = field(default=None, init=False, repr=False, compare=False)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of `OUTPUT_NAMES`."""
+        return (
+            self.weights,
+            self.physical_ids,
+            self.logical_ids,
+            self.local_ids,
+            self.packed_ids,
+            self.slot_histogram,
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +121,7 @@ class RouterPlan:
         per_rank = self.config.shared_mode != "global"
         return self.tables.num_local_slots + (self.config.num_shared_experts if per_rank else 0)
 
-    @property
+    @cached_property
     def num_buckets(self) -> int:
         shared = self.config.num_shared_experts
         if self.config.shared_mode == "global":
@@ -137,28 +159,24 @@ class RouteCall:
 
 def allocate_output(plan: RouterPlan, num_tokens: int, device: torch.device) -> RoutingOutput:
     """Uninitialised buffers for what `plan.emit` names."""
-    columns = plan.config.num_columns
-
-    def rows(name: str, dtype: torch.dtype) -> Tensor | None:
-        wanted = name in plan.emit
-        return torch.empty((num_tokens, columns), dtype=dtype, device=device) if wanted else None
-
-    none = torch.empty((0, columns), dtype=torch.int32, device=device)
-    weights, physical = rows("weights", torch.float32), rows("physical_ids", torch.int32)
-    histogram = None
-    if "slot_histogram" in plan.emit:
-        histogram = torch.empty(plan.num_buckets, dtype=torch.int32, device=device)
+    config, emit = plan.config, plan.emit
+    shape = (num_tokens, config.num_columns)
+    made: list[Tensor | None] = []
+    for name in OUTPUT_NAMES:
+        dtype = torch.float32 if name == "weights" else torch.int32
+        if name in emit:
+            size = (plan.num_buckets,) if name == "slot_histogram" else shape
+            made.append(torch.empty(size, dtype=dtype, device=device))
+        else:  # those two are always there
+            made.append(
+                torch.empty((0, shape[1]), dtype=dtype, device=device) if name in DEFAULT_EMIT else None
+            )
     return RoutingOutput(
-        weights=none.float() if weights is None else weights,
-        physical_ids=none if physical is None else physical,
-        logical_ids=rows("logical_ids", torch.int32),
-        local_ids=rows("local_ids", torch.int32),
-        packed_ids=rows("packed_ids", torch.int32),
-        slot_histogram=histogram,
-        top_k=plan.config.top_k,
-        num_shared=plan.config.num_shared_experts,
-        routed_scaling_factor=plan.config.routed_scaling_factor,
-        scaling_applied=plan.config.apply_routed_scaling_factor,
-        num_buckets=plan.num_buckets,
-        emitted=plan.emit,
+        *made,  # type: ignore[arg-type]
+        config.top_k,
+        config.num_shared_experts,
+        config.routed_scaling_factor,
+        config.apply_routed_scaling_factor,
+        plan.num_buckets,
+        emit,
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,11 @@ from evenroute.routing.reference import route_reference
 from evenroute.routing.settings.config import RouterConfig
 from evenroute.routing.settings.modes import find_mode
 from evenroute.routing.tables.tables import DispatchTables
+from evenroute.routing.warm_up import WarmUp, warm_up
 from evenroute.routing.waterfill import waterfill_columns
+
+if TYPE_CHECKING:
+    from evenroute.routing.direct import DirectLaunch
 
 BACKENDS = ("auto", "reference", "triton", "interpret")
 
@@ -118,11 +122,42 @@ class Router:
             self.plan = replace(self.plan, scratch=scratch)
         if "packed_ids" in emit and self.plan.num_buckets > 1 << 15:
             raise ValueError(f"packed_ids hold 15 bits of slot, this placement has {self.plan.num_buckets}")
+        self.direct = self._bind()
+
+    def _bind(self) -> DirectLaunch | None:
+        """What starts known launches without Triton's dispatch, where that can be."""
+        rewrites = self.config.shared_mode == "waterfill" and self.config.num_shared_experts > 0
+        if self.backend != "triton" or rewrites or self.custom_routing_function is not None:
+            return None
+        from evenroute.routing.direct import DirectLaunch
+
+        direct = DirectLaunch(self.plan, self.pdl)
+        return direct if direct.usable else None
 
     def set_seed(self, seed: int) -> None:
         """Seed of the hash deal, read on the device by every later launch (captured ones too)."""
         require_int("seed", seed, -(1 << 63), (1 << 63) - 1)
         self.plan.seed.fill_(seed & 0x7FFFFFFF)
+
+    def warm_up(
+        self,
+        rows: int | Iterable[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        bias: Tensor | None = None,
+        padding: bool = True,
+    ) -> WarmUp:
+        """Compile the launches of these batch sizes before a server needs them; nothing is routed or counted.
+
+        rows     batch sizes; those of one class (1 to 256, to 4096, above) share a form, with and without counting
+        dtype    of the logits; bias as in a call; padding: whether calls will give num_valid_tokens
+
+        Returns (seconds, compiled): how long it took, and a line a form. Without a kernel (CPU) there is nothing to do.
+
+        Raises:
+            ValueError: no row number is given or one is below 1, or dtype or bias do not fit.
+        """
+        return warm_up(self, rows, dtype, bias, padding)
 
     def allocate(self, num_tokens: int) -> RoutingOutput:
         """Output buffers to pass as ``out``: captured steps then allocate nothing."""
@@ -174,6 +209,24 @@ class Router:
         Raises:
             ValueError: types, shapes, dtypes or devices do not fit, or arguments contradict each other.
         """
+        if (
+            self.direct is not None
+            and self.custom_routing_function is None
+            and marked_bias is None
+            and token_marker is None
+            and logical_ids is None
+            and weights is None
+            and expert_ids_by_token is None
+            and token_ids is None
+            and keep_weights is False
+            and waterfill_target is None
+            and not torch.compiler.is_compiling()
+        ):
+            known = self.direct.launch(
+                logits, layer, bias, num_valid_tokens, row_offset, count, route_padding, out
+            )
+            if known is not None:
+                return known
         if self.custom_routing_function is not None and logical_ids is None:
             weights, logical_ids = self._custom_choice(logits, weights, expert_ids_by_token)
         # Positional: this call is the host's part of a launch, in microseconds.
@@ -210,7 +263,9 @@ class Router:
         else:
             from evenroute.routing.launch import route_kernel
 
-            route_kernel(plan, call, out, pdl=self.pdl)
+            launched = route_kernel(plan, call, out, pdl=self.pdl)
+            if self.direct is not None and plan is self.plan:
+                self.direct.learn(call, out, launched)
         if self.config.shared_mode == "waterfill" and self.config.num_shared_experts:
             waterfill_columns(plan, call, out, waterfill_target)
 

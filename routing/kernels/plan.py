@@ -10,6 +10,7 @@ from evenroute.routing.kernels.types import LaunchPlan, Layout
 from evenroute.routing.settings.config import RouterConfig
 
 LANES = 32
+CLASS_ROWS = (256, 4096)  # the last batch sizes of the first two classes
 # With several warps a program only Triton 3.6 keeps a row's lanes in one warp; 3.7.1 sends reductions and gathers
 # through shared memory (48-57 barriers in its code for sm_90, none with one warp).
 WARPS_SHARE_A_PROGRAM = version("triton").split(".")[:2] == ["3", "6"]
@@ -79,9 +80,18 @@ def fits_codes(config: RouterConfig, chunks: int, group: int, group_lanes: int) 
     return chunks == 1 or (chunks == 2 and group_lanes >= 2 and config.topk_group * group <= 128)
 
 
-@lru_cache(maxsize=256)
+def size_class(num_tokens: int) -> int:
+    """0 up to 256 rows, 1 up to 4096, 2 above: all that a launch's form knows of T, so that few are compiled."""
+    return (num_tokens > CLASS_ROWS[0]) + (num_tokens > CLASS_ROWS[1])
+
+
 def plan_launch(config: RouterConfig, num_tokens: int) -> LaunchPlan:
-    """Plan for T rows; only the class of T matters (to 256, to 4096, above), so that few variants are compiled."""
+    """Plan for T rows, the same for all of a size class."""
+    return _plan_class(config, (*CLASS_ROWS, 8192)[size_class(num_tokens)])
+
+
+@lru_cache(maxsize=256)
+def _plan_class(config: RouterConfig, num_tokens: int) -> LaunchPlan:
     size = 256 if num_tokens <= 256 else 8192
     if config.grouped:
         group = max(4, _power_of_two(config.num_experts // config.num_groups))

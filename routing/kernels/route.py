@@ -182,6 +182,7 @@ def store_shared(out, row, given, ep_rank, CONSTANTS: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["num_tokens", "vocab", "row_offset", "rank_salt", "ep_rank"],
+    do_not_specialize_on_alignment=["num_valid_ptr", "count_ptr"],  # one word, anywhere
 )
 def route(
     weights_ptr,

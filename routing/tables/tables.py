@@ -127,6 +127,10 @@ class DispatchTables:
         self._fields = [{name: row[part] for name, part in self.columns.items()} for row in self._rows]
         self._copied: list[torch.cuda.Event | None] = [None] * self.num_layers
 
+    def layer_row(self, layer: int, num_tokens: int) -> Tensor:
+        """The columns of a layer that a batch of T rows is dispatched by, in one row; its pointer is stable."""
+        return self.layer_rows[layer]
+
     def load(self, placement: Placement) -> None:
         """Take over a placement of the same shape; raises ValueError for another shape."""
         require_instance("placement", placement, Placement)
