@@ -171,7 +171,6 @@ STRANGERS: dict[str, Callable[[RouteCall], dict[str, Any]]] = {
     "a subclass": lambda call: {"logits": call.logits.as_subclass(Odd)},
     "no tensor": lambda call: {"logits": [[0.0]]},
     "sparse logits": lambda call: {"logits": call.logits.to_sparse()},  # type: ignore[union-attr]
-    "a meta tensor": lambda call: {"logits": call.logits.to("meta")},  # type: ignore[union-attr]
     "a gradient": lambda call: {"logits": aligned(40, EXPERTS).requires_grad_()},
     "an odd address": lambda call: {"logits": aligned(41 * EXPERTS)[1 : 40 * EXPERTS + 1].view(40, EXPERTS)},
     "bias a row": lambda call: {"bias": aligned(40, EXPERTS)},

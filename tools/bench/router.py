@@ -101,7 +101,7 @@ def draw_inputs(job: Job, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
 
 def prepare(job: Job, device: torch.device, fresh: bool = False) -> Callable[[], Any]:
-    """The call that a job times: everything allocated (outputs too unless `fresh`), all rows valid by a device scalar."""
+    """The call that a job times: all allocated (outputs unless `fresh`), all rows valid by a device scalar."""
     dispatch, deal = FORMS[job.form]
     placement = bench_placement(job.model, dispatch == "weighted")
     tables = DispatchTables(placement, ep_rank=0, device=device)
