@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from evenroute.routing.dispatch import as_signed32, hash_salt
+from evenroute.routing.batch.state import CHUNK
+from evenroute.routing.dispatch import as_signed32
 from evenroute.routing.kernels.plan import size_class, supports_groups
 from evenroute.routing.launch import Launched
 from evenroute.routing.output import RouteCall, RouterPlan, RoutingOutput, Written, allocate_output
@@ -39,13 +40,18 @@ def supports_direct(installed: str | None = None) -> bool:
 
 
 class Form(NamedTuple):
-    """How a compiled form is started: Triton's launcher, the rows of a program, and the constants compiled in."""
+    """How a compiled form is started: Triton's launcher, the rows of a program, and the constants compiled in.
+
+    by_ticket   the deal takes tickets; deal: the launch behind it that deals the batch
+    """
 
     start: Callable[..., Any]
     function: Any
     metadata: Any
     rows: int
     constants: Any
+    by_ticket: bool = False
+    deal: Form | None = None
 
 
 class Inputs(NamedTuple):
@@ -70,6 +76,11 @@ def _addresses(out: RoutingOutput) -> tuple[int, ...]:
     return tuple([0 if tensor is None else tensor.data_ptr() for tensor in out.tensors()])
 
 
+def _form(kernel: Any, constants: Any, rows: int) -> Form:
+    """Of a kernel that was loaded by its launch or by `compile_kernel`."""
+    return Form(kernel.run, kernel.function, kernel.packed_metadata, rows, constants)
+
+
 class DirectLaunch:
     """The known forms of one router's launch: logits, a bias [E], padding and counting, into fresh or given outputs.
 
@@ -92,14 +103,17 @@ class DirectLaunch:
         self.current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _no_device)
         self.seed = plan.seed.data_ptr()
         self.scratch = plan.histogram_scratch().data_ptr() if "slot_histogram" in plan.emit else self.seed
-        tickets = counters.tickets if plan.mode.pick == "ticket" else None
+        tickets = counters.tickets
         self.fixed = [
             (counters.counts[layer].data_ptr(), self.seed if tickets is None else tickets[layer].data_ptr())
             for layer in range(self.layers)
         ]
-        self.salt, self.rank = as_signed32(hash_salt(plan.mode, tables.ep_rank)), tables.ep_rank
+        self.batch_rows = 0 if plan.batch is None or plan.batch.small is None else plan.batch.rows
+        self.state = None if plan.batch is None else plan.batch.state
+        self.salt, self.rank = as_signed32(plan.salt), tables.ep_rank
         aligned = not any(pointer & 15 for pair in self.fixed for pointer in pair)
-        self.usable = aligned and supports_direct() and supports_groups(plan.config)
+        alone = plan.batch is None or plan.batch.node is None
+        self.usable = alone and aligned and supports_direct() and supports_groups(plan.config)
 
     def launch(
         self,
@@ -142,6 +156,7 @@ class DirectLaunch:
         shape, strides = logits.shape, logits.stride()
         if len(shape) != 2 or shape[1] != self.experts or shape[0] == 0:
             return None
+        rows = shape[0]
         logits_at, bias_at, valid_at, count_at = logits.data_ptr(), self.seed, self.seed, self.seed
         bias_form = valid_form = None
         if bias is not None:
@@ -158,8 +173,17 @@ class DirectLaunch:
             count, count_at = count.dtype, count.data_ptr()
         if (logits_at | bias_at) & 15 or type(route_padding) is not bool:
             return None
-        key = (logits.dtype, strides, bias_form, valid_form, count, route_padding, size_class(shape[0]))
-        return Inputs(key, shape[0], strides[0], logits_at, bias_at, valid_at, count_at)
+        key = (
+            logits.dtype,
+            strides,
+            bias_form,
+            valid_form,
+            count,
+            route_padding,
+            size_class(rows),
+            rows < self.batch_rows,
+        )
+        return Inputs(key, rows, strides[0], logits_at, bias_at, valid_at, count_at)
 
     def _written(self, out: Any, rows: int) -> tuple[int, ...] | None:
         """Where given outputs begin, if a call like this one checked them before and they are the same tensors."""
@@ -177,12 +201,17 @@ class DirectLaunch:
         """The arguments of `kernels.route.route`, in its order, as `launch.launch_arguments` has them."""
         _, rows, stride, logits, bias, valid, count = inputs
         counts, tickets = self.fixed[layer]
-        seed = self.seed
+        seed, state, chunks = self.seed, self.seed, 0
+        stream = self.current_stream(self.index)
+        tables = self.plan.tables.layer_row(layer, rows).data_ptr()
+        if form.deal is not None and self.state is not None:
+            self.state.hold(rows)
+            state, chunks = self.state.words.data_ptr(), self.state.chunks
         form.start(
             -(-rows // form.rows),
             1,
             1,
-            self.current_stream(self.index),
+            stream,
             form.function,
             form.metadata,
             None,
@@ -191,7 +220,7 @@ class DirectLaunch:
             *pointers,
             self.scratch,
             counts,
-            tickets,
+            tickets if form.by_ticket else seed,
             logits,
             bias,
             seed,
@@ -203,7 +232,8 @@ class DirectLaunch:
             valid,
             count,
             seed,
-            self.plan.tables.layer_row(layer, rows).data_ptr(),
+            tables,
+            state,
             rows,
             stride,
             0,
@@ -211,8 +241,17 @@ class DirectLaunch:
             as_signed32(row_offset & 0xFFFFFFFF),
             self.salt,
             self.rank,
+            chunks,
             form.constants,
         )
+        if form.deal is not None:
+            deal = form.deal
+            grid = -(-rows // deal.rows)
+            kernel = (grid, 1, 1, stream, deal.function, deal.metadata, None, None, None)
+            _, physical, logical, local, packed, histogram = pointers
+            outputs = (physical, logical, local, packed, histogram, self.scratch)
+            numbers = (rows, chunks, self.salt, self.rank, deal.constants)
+            deal.start(*kernel, *outputs, state, seed, tables, *numbers)
 
     def learn(self, call: RouteCall, out: RoutingOutput, launched: Launched | None) -> None:
         """Keep the form of a call that was checked and launched (or compiled) the long way, if it is one of ours."""
@@ -239,7 +278,7 @@ class DirectLaunch:
             return
         out.written = Written(self.plan, call.num_tokens, out.tensors(), pointers)
         if inputs.key not in self.forms and len(self.forms) < _MAX_FORMS:
-            kernel, constants = launched
-            start = kernel.run  # loads it: the launch, or `compile_kernel`, has done that already
-            rows = constants.plan.layout.rows
-            self.forms[inputs.key] = Form(start, kernel.function, kernel.packed_metadata, rows, constants)
+            kernel, constants, second = launched
+            form = _form(kernel, constants, constants.plan.layout.rows)
+            deal = None if second is None else _form(second.kernel, second.constants, CHUNK)
+            self.forms[inputs.key] = form._replace(by_ticket=constants.mode.pick == "ticket", deal=deal)

@@ -3,7 +3,8 @@
 `static`          one slot per (rank, expert)
 `dynamic`         exact: ticket + start, modulo the replicas; hash: of (row, expert, rank, seed)
 `rank_invariant`  hash of (global row, expert)
-`weighted`        the same three forms, replicas in planned shares (exact: within 1 of share x n after any n tickets)
+`weighted`        the same three forms, replicas in planned shares (exact: within 1 of share x n after any n tickets);
+                  batch: in shares corrected for the batch, see `batch.solve`
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ INVARIANT_SALT = 0x165667B1
 
 def hash_salt(mode: Mode, ep_rank: int, seed: int = 0) -> int:
     """32-bit salt of the hash: rank and seed, or one constant for the rank-invariant modes."""
-    if mode.pick == "hash" and not mode.by_rank:
+    if not mode.by_rank:
         return INVARIANT_SALT
     return ((ep_rank + 1) * RANK_MULTIPLIER + seed * SEED_MULTIPLIER) & _MASK32
 

@@ -9,13 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from evenroute.routing.batch.settings import BatchDeal
 from evenroute.routing.counters import ExpertCounters
+from evenroute.routing.dispatch import hash_salt
 from evenroute.routing.kernels.types import Columns, Emit, TableColumns
 from evenroute.routing.settings.config import RouterConfig
 from evenroute.routing.settings.modes import Mode
 from evenroute.routing.tables.tables import DispatchTables, fits_payload
 
 OUTPUT_NAMES = ("weights", "physical_ids", "logical_ids", "local_ids", "packed_ids", "slot_histogram")
+CHOICE_NAMES = ("physical_ids", "logical_ids", "local_ids", "packed_ids")
 DEFAULT_EMIT = ("weights", "physical_ids")
 
 
@@ -76,6 +79,7 @@ class RouterPlan:
 
     mode            how slots are found, a row of `settings.modes.MODES`
     num_buckets     number of physical ids, shared slots included
+    batch           deal="batch": how, and how small batches are dealt
     """
 
     config: RouterConfig
@@ -85,6 +89,25 @@ class RouterPlan:
     emit: tuple[str, ...]
     seed: Tensor
     scratch: Tensor | None = None
+    batch: BatchDeal | None = None
+
+    def mode_of(self, num_tokens: int) -> Mode:
+        """How a batch of T rows is dealt."""
+        batch = self.batch
+        if batch is None or batch.small is None or num_tokens >= batch.rows:
+            return self.mode
+        return batch.small
+
+    @cached_property
+    def salt(self) -> int:
+        """32-bit salt of hashes and rounding offsets, without the seed."""
+        rank = self.tables.ep_rank if self.batch is None else self.batch.salt_rank
+        return hash_salt(self.mode, rank)
+
+    @property
+    def choice(self) -> str:
+        """Output in which the routing launch of deal="batch" leaves the logical ids for the second launch."""
+        return next(name for name in CHOICE_NAMES if name in self.emit)
 
     def histogram_scratch(self) -> Tensor:
         """[1 + buckets] int32, all zero between launches: programs done, and the histogram being counted."""
@@ -105,6 +128,7 @@ class RouterPlan:
     def columns(self) -> Columns:
         """The columns that a launch writes."""
         config = self.config
+        emit = Emit(*(name in self.emit for name in OUTPUT_NAMES))
         return Columns(
             shared=config.num_shared_experts,
             shared_weight=float(config.shared_weight),
@@ -112,8 +136,17 @@ class RouterPlan:
             local_slots=self.tables.num_local_slots,
             num_slots=self.tables.num_slots,
             buckets=self.num_buckets,
-            emit=Emit(*(name in self.emit for name in OUTPUT_NAMES)),
+            emit=emit,
+            routed=emit,
+            shared_pad=1 << max(config.num_shared_experts - 1, 0).bit_length(),
         )
+
+    @cached_property
+    def batch_columns(self) -> Columns:
+        """The same for the routing launch of a batch whose slots a second launch finds."""
+        columns, choice = self.columns, self.choice
+        routed = columns.emit._replace(local_ids=choice == "local_ids", slot_histogram=False)
+        return columns._replace(routed=routed)
 
     @property
     def slots_per_rank(self) -> int:

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from evenroute.eplb._checks import describe, require_bool, require_choice, require_instance, require_int
-from evenroute.routing.call_checks import check_call, num_rows, require_logits
+from evenroute.routing.batch.settings import BATCH_ROWS, make_batch
+from evenroute.routing.call_checks import (
+    check_call,
+    checked_emit,
+    num_rows,
+    require_interpreter,
+    require_logits,
+)
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.gradient import RoutedWeights, wants_gradient
 from evenroute.routing.output import (
@@ -29,6 +36,8 @@ from evenroute.routing.warm_up import WarmUp, warm_up
 from evenroute.routing.waterfill import waterfill_columns
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from evenroute.routing.direct import DirectLaunch
     from evenroute.routing.launch import Launched
 
@@ -44,7 +53,13 @@ class Router:
     config, tables, counters   counters are made here if none are given
     dispatch    "auto" (weighted where a placement carries shares, else even), "static", "dynamic", "rank_invariant"
                 or "weighted"
-    deal        "exact" (tickets) or "hash", for dynamic and weighted with tokens="own"
+    deal        "exact" (tickets) or "hash", for dynamic and weighted with tokens="own"; "batch", for weighted: the
+                planned shares corrected for each batch of `batch_rows` rows or more, in a second launch; smaller ones
+                by tickets. Calls of one router must then follow each other on one stream
+    deterministic   deal="batch" for every batch, so that ids are a function of the batch alone (and of the rank):
+                what tokens="shared" needs
+    node_group  deal="batch" with the summed counts of these ranks, each dealing its part: one all-gather a call, which
+                all of them make equally often, empty batches too
     tokens      "own" or "shared"
     backend     "auto": the Triton kernel on CUDA, plain torch on CPU; "reference", "triton"; "interpret": the kernel on
                 CPU tensors under TRITON_INTERPRET=1, for tests
@@ -64,6 +79,9 @@ class Router:
         *,
         dispatch: str = "auto",
         deal: str = "exact",
+        deterministic: bool = False,
+        batch_rows: int = BATCH_ROWS,
+        node_group: ProcessGroup | None = None,
         tokens: str = "own",
         backend: str = "auto",
         emit: tuple[str, ...] = DEFAULT_EMIT,
@@ -80,7 +98,7 @@ class Router:
             raise ValueError(
                 f"custom_routing_function must be callable, found {describe(custom_routing_function)}"
             )
-        emit = _checked_emit(emit, config)
+        emit = checked_emit(emit, config)
         mode = find_mode(dispatch, deal, tokens)
         if tables.num_logical_experts != config.num_experts:
             raise ValueError(
@@ -100,12 +118,13 @@ class Router:
                 f"shared_mode={config.shared_mode!r} with tokens='shared': every rank would add the shared experts; "
                 "allowed: global"
             )
-        if mode.pick == "ticket":
+        if backend == "auto":
+            backend = "triton" if tables.device.type == "cuda" else "reference"
+        batch = make_batch(mode, tables, emit, backend, deterministic, batch_rows, node_group)
+        if mode.pick == "ticket" or (batch is not None and batch.small is not None):
             counters.enable_tickets()
             if mode.weighted:
                 tables.enable_sequences()
-        if backend == "auto":
-            backend = "triton" if tables.device.type == "cuda" else "reference"
         if backend == "triton" and tables.device.type != "cuda":
             raise ValueError(f"backend='triton' needs CUDA tensors, the tables lie on {tables.device}")
         if backend == "interpret":
@@ -116,7 +135,7 @@ class Router:
         self.config, self.tables, self.counters = config, tables, counters
         self.dispatch, self.tokens, self.backend, self.pdl = mode.dispatch, tokens, backend, pdl
         self.custom_routing_function = custom_routing_function
-        self.plan = RouterPlan(config, tables, counters, mode, emit, seed)
+        self.plan = RouterPlan(config, tables, counters, mode, emit, seed, batch=batch)
         if "slot_histogram" in emit and backend != "reference":
             with torch.inference_mode(False):
                 scratch = torch.zeros(1 + self.plan.num_buckets, dtype=torch.int32, device=tables.device)
@@ -163,6 +182,8 @@ class Router:
     def allocate(self, num_tokens: int) -> RoutingOutput:
         """Output buffers to pass as ``out``: captured steps then allocate nothing."""
         require_int("num_tokens", num_tokens, 0)
+        if self.plan.batch is not None and self.plan.batch.state is not None:
+            self.plan.batch.state.hold(num_tokens)
         with torch.inference_mode(False):  # made under it, they could not be written outside
             return allocate_output(self.plan, num_tokens, self.tables.device)
 
@@ -316,32 +337,6 @@ def launch(
     from evenroute.routing.launch import route_kernel
 
     return route_kernel(plan, call, out, pdl=pdl)
-
-
-def _checked_emit(emit: Any, config: RouterConfig) -> tuple[str, ...]:
-    if not isinstance(emit, tuple | list):
-        raise ValueError(f"emit must be a tuple of names ({', '.join(OUTPUT_NAMES)}), found {describe(emit)}")
-    for name in emit:
-        require_choice("emit", name, OUTPUT_NAMES)
-    rewrites = config.shared_mode == "waterfill" and config.num_shared_experts > 0
-    if rewrites and (not {"weights", "physical_ids"} <= set(emit) or "packed_ids" in emit):
-        raise ValueError(
-            f"emit={tuple(emit)}: shared_mode='waterfill' rewrites weights and physical_ids: emit both, and no "
-            "packed_ids"
-        )
-    return tuple(name for name in OUTPUT_NAMES if name in emit)
-
-
-def require_interpreter(device: torch.device) -> None:
-    """ValueError unless the kernels can run under Triton's interpreter on this device."""
-    import triton
-
-    if device.type != "cpu":
-        raise ValueError(f"backend='interpret' needs CPU tensors, the tables lie on {device}")
-    if not triton.knobs.runtime.interpret:
-        raise ValueError(
-            "backend='interpret' needs TRITON_INTERPRET=1 in the environment before triton's import"
-        )
 
 
 def _words(found: tuple[int, int, torch.device]) -> str:

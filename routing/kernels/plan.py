@@ -122,6 +122,8 @@ def _plan_class(config: RouterConfig, num_tokens: int) -> LaunchPlan:
         group_pad=group,
         group_lanes=group_lanes,
         rows=rows,
+        per_lane=per_lane,
+        ragged=per_lane * LANES != config.num_experts,
     )
     return LaunchPlan(
         layout,
