@@ -21,7 +21,14 @@ from evenroute.routing.batch.state import CHUNK
 from evenroute.routing.dispatch import as_signed32
 from evenroute.routing.kernels.plan import size_class, supports_groups
 from evenroute.routing.launch import Launched
-from evenroute.routing.output import RouteCall, RouterPlan, RoutingOutput, Written, allocate_output
+from evenroute.routing.output import (
+    OUTPUT_NAMES,
+    RouteCall,
+    RouterPlan,
+    RoutingOutput,
+    Written,
+    allocate_output,
+)
 
 # Those whose `CompiledKernel.run` takes grid, stream, function, metadata, hooks, then the kernel's arguments.
 TRITON_VERSIONS = ((3, 6), (3, 9))
@@ -54,16 +61,8 @@ class Form(NamedTuple):
     deal: Form | None = None
 
 
-class Inputs(NamedTuple):
-    """A call's key among the forms, and where its tensors begin (the seed's address for those not given)."""
-
-    key: tuple[Any, ...]
-    rows: int
-    stride: int
-    logits: int
-    bias: int
-    valid: int
-    count: int
+# A call's key among the forms; rows, row stride; where logits, bias, valid and count begin (the seed for none).
+Inputs = tuple[tuple[Any, ...], int, int, int, int, int, int]
 
 
 def _no_device(*_: int) -> int:
@@ -133,16 +132,16 @@ class DirectLaunch:
             return None
         if inputs is None or type(layer) is not int or not 0 <= layer < self.layers:
             return None
-        form = self.forms.get(inputs.key)
+        form = self.forms.get(inputs[0])
         if form is None or type(row_offset) is not int or not 0 <= row_offset < _MAX_ROW_OFFSET:
             return None
         if self.current_device() != self.index or self.hooks[0].calls or self.hooks[1].calls or self.before:
             return None
         if out is None:
-            out = allocate_output(self.plan, inputs.rows, self.device)
+            out = allocate_output(self.plan, inputs[1], self.device)
             pointers = _addresses(out)
         else:
-            pointers = self._written(out, inputs.rows)
+            pointers = self._written(out, inputs[1])
             if pointers is None:
                 return None
         self._start(form, inputs, layer, row_offset, pointers)
@@ -183,15 +182,16 @@ class DirectLaunch:
             size_class(rows),
             rows < self.batch_rows,
         )
-        return Inputs(key, rows, strides[0], logits_at, bias_at, valid_at, count_at)
+        return key, rows, strides[0], logits_at, bias_at, valid_at, count_at
 
     def _written(self, out: Any, rows: int) -> tuple[int, ...] | None:
         """Where given outputs begin, if a call like this one checked them before and they are the same tensors."""
         written = out.written if type(out) is RoutingOutput else None
         if written is None or written.plan is not self.plan or written.rows != rows:
             return None
-        for tensor, held, pointer in zip(out.tensors(), written.tensors, written.pointers, strict=True):
-            if tensor is not held or (tensor is not None and tensor.data_ptr() != pointer):
+        for name, held, pointer in written.tensors:
+            tensor = getattr(out, name)
+            if tensor is not held or tensor.data_ptr() != pointer:
                 return None
         return written.pointers  # type: ignore[no-any-return]
 
@@ -238,7 +238,7 @@ class DirectLaunch:
             stride,
             0,
             0,
-            as_signed32(row_offset & 0xFFFFFFFF),
+            row_offset and as_signed32(row_offset & 0xFFFFFFFF),
             self.salt,
             self.rank,
             chunks,
@@ -268,7 +268,7 @@ class DirectLaunch:
         if launched is None or not plain:
             return
         inputs = self._inputs(call.logits, call.bias, call.num_valid_tokens, call.count, call.route_padding)
-        if inputs is None or (inputs.key[1][1] != 1 and self.experts > 1):
+        if inputs is None or (inputs[0][1][1] != 1 and self.experts > 1):
             return
         bias = call.bias
         if bias is not None and (bias.element_size() == 1 or (bias.stride(0) != 1 and self.experts > 1)):
@@ -276,9 +276,14 @@ class DirectLaunch:
         pointers = _addresses(out)
         if any(pointer & 15 for pointer in pointers):
             return
-        out.written = Written(self.plan, call.num_tokens, out.tensors(), pointers)
-        if inputs.key not in self.forms and len(self.forms) < _MAX_FORMS:
+        held = tuple(
+            (name, tensor, pointer)
+            for name, tensor, pointer in zip(OUTPUT_NAMES, out.tensors(), pointers, strict=True)
+            if tensor is not None
+        )
+        out.written = Written(self.plan, call.num_tokens, held, pointers)
+        if inputs[0] not in self.forms and len(self.forms) < _MAX_FORMS:
             kernel, constants, second = launched
             form = _form(kernel, constants, constants.plan.layout.rows)
             deal = None if second is None else _form(second.kernel, second.constants, CHUNK)
-            self.forms[inputs.key] = form._replace(by_ticket=constants.mode.pick == "ticket", deal=deal)
+            self.forms[inputs[0]] = form._replace(by_ticket=constants.mode.pick == "ticket", deal=deal)

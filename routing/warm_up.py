@@ -35,7 +35,8 @@ def warm_up(
     require_bool("padding", padding)
     device = router.tables.device
     begin, compiled = time.perf_counter(), []
-    for number in sorted({(1, *(size + 1 for size in CLASS_ROWS))[size_class(n)] for n in numbers}):
+    forms = {(size_class(number), router.plan.mode_of(number).name): number for number in sorted(numbers)}
+    for number in forms.values():
         logits = torch.zeros((number, router.config.num_experts), dtype=dtype, device=device)
         valid = torch.zeros(1, dtype=torch.int32, device=device) if padding else None
         out = allocate_output(router.plan, number, device)
@@ -49,7 +50,8 @@ def warm_up(
             launched = compile_kernel(router.plan, call, out, pdl=router.pdl)
             if router.direct is not None:
                 router.direct.learn(call, out, launched)
-            compiled.append(_words(number, dtype, bias, padding, count))
+            deal = router.plan.mode_of(number).name
+            compiled.append(f"{deal} deal, {_words(number, dtype, bias, padding, count)}")
     return WarmUp(time.perf_counter() - begin, tuple(compiled))
 
 

@@ -55,19 +55,20 @@ def batch_counts(counts_ptr, bits_ptr, node_ptr, rows, expert, CONSTANTS: tl.con
     """(tokens of each expert in the batch, those before this program's rows): [experts_pad] int32."""
     E: tl.constexpr = CONSTANTS.experts
     pid = tl.program_id(0)
-    eight = tl.arange(0, 8)[:, None]
     known = (expert < E)[None, :]
-    total = tl.zeros(expert.shape, tl.int32)
-    before = tl.zeros(expert.shape, tl.int32)
-    for first in range(0, tl.cdiv(rows, 1024), 8):
-        block = first + eight
-        found = tl.load(counts_ptr + block * E + expert[None, :], mask=known & (block * 1024 < rows), other=0)
-        total += tl.sum(found, axis=0)
-        before += tl.sum(tl.where(block < pid // 32, found, 0), axis=0)
-    for first in range(pid // 32 * 32, pid, 8):
-        chunk = first + eight
-        found = tl.load(bits_ptr + chunk * E + expert[None, :], mask=known & (chunk < pid), other=0)
-        before += tl.sum(count_bits(found), axis=0)
+    # Every load on its way before the first is needed; one sum over the lines at the end.
+    chunk = pid // 8 * 8 + tl.arange(0, 8)[:, None]
+    marks = tl.load(bits_ptr + chunk * E + expert[None, :], mask=known & (chunk < pid), other=0)
+    line = tl.arange(0, 16)[:, None]
+    totals = tl.zeros([16, CONSTANTS.experts_pad], tl.int32)
+    befores = tl.zeros([16, CONSTANTS.experts_pad], tl.int32)
+    for first in range(0, tl.cdiv(rows, 256), 16):
+        block = first + line
+        found = tl.load(counts_ptr + block * E + expert[None, :], mask=known & (block * 256 < rows), other=0)
+        totals += found
+        befores += tl.where(block < pid // 8, found, 0)
+    total = tl.sum(totals, axis=0)
+    before = tl.sum(befores, axis=0) + tl.sum(count_bits(marks), axis=0)
     if CONSTANTS.node > 0:
         total = tl.zeros(expert.shape, tl.int32)
         for rank in range(CONSTANTS.node):
@@ -198,7 +199,7 @@ def clear_other(state_ptr, counts_ptr, bits_ptr, used, expert, E: tl.constexpr):
     nothing = tl.zeros(expert.shape, tl.int32)
     for chunk in range(pid, tl.cdiv(used, 32), tl.num_programs(0)):
         tl.store(bits_ptr + chunk * E + expert, nothing, mask=expert < E)
-    for block in range(pid, tl.cdiv(used, 1024), tl.num_programs(0)):
+    for block in range(pid, tl.cdiv(used, 256), tl.num_programs(0)):
         tl.store(counts_ptr + block * E + expert, nothing, mask=expert < E)
 
 
@@ -232,7 +233,7 @@ def deal_batch(
         tl.extra.cuda.gdc_wait()
     buffer = tl.load(state_ptr + 1)
     used = tl.load(state_ptr + 2 + (1 - buffer))
-    blocks = chunks // 32
+    blocks = chunks // 8
     counts = state_ptr + 32
     bits = counts + 2 * blocks * E
     expert = tl.arange(0, CONSTANTS.experts_pad)

@@ -16,7 +16,7 @@ from evenroute.routing.dispatch import SHARE_TOTAL, hash_rows, spans
 from evenroute.routing.tables.tables import DispatchTables
 
 UNITS = 64  # of a token
-ROUNDS = 8
+ROUNDS = 6
 
 
 def count_pairs(ids: Tensor, valid: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 CHUNK = 32  # rows that share a word of bits an expert
-BLOCK = 1024  # rows that share a count an expert
+BLOCK = 256  # rows that share a count an expert
+LEAST_ROWS = 1024  # there is room for these from the start
 HEADER = 32  # words: the buffer that comes next, the one in flight, the rows last written into each
 
 
 class BatchState:
-    """Which rows of a batch name each expert: a bit a row and expert, and counts by 1,024 rows. One for all layers.
+    """Which rows of a batch name each expert: a bit a row and expert, and counts by 256 rows. One for all layers.
 
     Two buffers, used in turn: while one is read the other is cleared, so a router's batches must follow each other on
     one stream (or be ordered by events), as the layers of a model do.
@@ -20,13 +21,13 @@ class BatchState:
     rows    the largest batch that fits
     """
 
-    def __init__(self, num_experts: int, device: torch.device, rows: int = BLOCK) -> None:
+    def __init__(self, num_experts: int, device: torch.device, rows: int = LEAST_ROWS) -> None:
         self.num_experts, self.device = num_experts, device
         self._kept: list[Tensor] = []  # captured graphs hold their addresses
         self._allocate(rows)
 
     def _allocate(self, rows: int) -> None:
-        self.rows = max(BLOCK, 1 << (rows - 1).bit_length())
+        self.rows = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
         self.chunks = self.rows // CHUNK
         length = HEADER + 2 * (self.rows // BLOCK + self.chunks) * self.num_experts
         with torch.inference_mode(False):

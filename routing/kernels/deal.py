@@ -188,7 +188,7 @@ def mark_batch(batch_ptr, chunks, row, expert, valid, num_tokens, CONSTANTS: tl.
     """Note which rows name which experts, for the launch that deals this batch; see `batch.state.BatchState`."""
     E: tl.constexpr = CONSTANTS.plan.layout.experts
     buffer = tl.load(batch_ptr)
-    counts = batch_ptr + 32 + buffer * (chunks // 32) * E
+    counts = batch_ptr + 32 + buffer * (chunks // 8) * E
     bits = batch_ptr + 32 + (2 * (chunks // 32) + buffer * chunks) * E
     row = row.to(tl.int32)
     bit = tl.full(expert.shape, 1, tl.int32) << (row % 32)
@@ -197,7 +197,7 @@ def mark_batch(batch_ptr, chunks, row, expert, valid, num_tokens, CONSTANTS: tl.
         tl.atomic_or(address, bit, mask=valid, sem="relaxed")
     else:  # a row may name an expert twice
         valid &= (tl.atomic_or(address, bit, mask=valid, sem="relaxed") & bit) == 0
-    address = tl.max_contiguous(counts + (row // 1024) * E + expert, [2, 1])
+    address = tl.max_contiguous(counts + (row // 256) * E + expert, [2, 1])
     tl.atomic_add(address, 1, mask=valid, sem="relaxed")
     if tl.program_id(0) == 0:
         tl.store(batch_ptr + 1, buffer)

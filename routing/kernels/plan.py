@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from importlib.metadata import version
 
 from evenroute.routing.kernels.types import LaunchPlan, Layout
 from evenroute.routing.settings.config import RouterConfig
 
 LANES = 32
 CLASS_ROWS = (256, 4096)  # the last batch sizes of the first two classes
-# With several warps a program only Triton 3.6 keeps a row's lanes in one warp; 3.7.1 sends reductions and gathers
-# through shared memory (48-57 barriers in its code for sm_90, none with one warp).
-WARPS_SHARE_A_PROGRAM = version("triton").split(".")[:2] == ["3", "6"]
 
 
 def _power_of_two(number: int) -> int:
@@ -109,8 +105,6 @@ def _plan_class(config: RouterConfig, num_tokens: int) -> LaunchPlan:
         depth = 0
         segments, slots = bound_layout(config.top_k, per_lane, used)
     rows, warps, registers = program_shape(per_lane, num_tokens)
-    if not WARPS_SHARE_A_PROGRAM:
-        rows, warps, registers = 1, 1, registers if warps == 1 else None
     # One wave; and rows by bound of few registers, which wait for reductions either way.
     early = num_tokens <= 4096 or (by_bound and per_lane <= 16)
     layout = Layout(
@@ -143,6 +137,9 @@ def _plan_class(config: RouterConfig, num_tokens: int) -> LaunchPlan:
 def program_shape(per_lane: int, num_tokens: int) -> tuple[int, int, int | None]:
     """(rows, warps, registers a thread) of a program, one row a warp: measured on one H200.
 
+    A row's lanes stay in one warp only if the compiler lays lanes out before rows. From Triton 3.7 on it sorts
+    dimensions by contiguity and takes the last of equals first, so loads and atomics say (`tl.max_contiguous`) that
+    lanes come before rows; without that its code for sm_90 has 35 to 57 barriers, with it none.
     Several warps a program save launches; lists that can run out, and candidates that may not fit, then have to agree
     across warps, which costs more. More rows a warp, and programs that go on to further rows, never paid.
     """

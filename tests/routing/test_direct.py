@@ -55,6 +55,7 @@ class Desk:
         scratch = aligned(1 + self.router.plan.num_buckets, dtype=torch.int32)
         self.plan = replace(self.router.plan, scratch=scratch)
         self.direct = DirectLaunch(self.plan, False)
+        self.direct.current_device = self.direct.current_stream = lambda *_: -1  # as tensors of a CPU say
         self.kernel = Kernel()
 
     def learn(self, call: RouteCall, out: RoutingOutput) -> None:
