@@ -60,8 +60,9 @@ def batch_counts(counts_ptr, bits_ptr, node_ptr, rows, expert, CONSTANTS: tl.con
     chunk = pid // 8 * 8 + tl.arange(0, 8)[:, None]
     marks = tl.load(bits_ptr + chunk * E + expert[None, :], mask=known & (chunk < pid), other=0)
     line = tl.arange(0, 16)[:, None]
-    totals = tl.zeros([16, CONSTANTS.experts_pad], tl.int32)
-    befores = tl.zeros([16, CONSTANTS.experts_pad], tl.int32)
+    PAD: tl.constexpr = CONSTANTS.experts_pad
+    totals = tl.zeros([16, PAD], tl.int32)
+    befores = tl.zeros([16, PAD], tl.int32)
     for first in range(0, tl.cdiv(rows, 256), 16):
         block = first + line
         found = tl.load(counts_ptr + block * E + expert[None, :], mask=known & (block * 256 < rows), other=0)

@@ -189,7 +189,7 @@ def mark_batch(batch_ptr, chunks, row, expert, valid, num_tokens, CONSTANTS: tl.
     E: tl.constexpr = CONSTANTS.plan.layout.experts
     buffer = tl.load(batch_ptr)
     counts = batch_ptr + 32 + buffer * (chunks // 8) * E
-    bits = batch_ptr + 32 + (2 * (chunks // 32) + buffer * chunks) * E
+    bits = batch_ptr + 32 + (2 * (chunks // 8) + buffer * chunks) * E
     row = row.to(tl.int32)
     bit = tl.full(expert.shape, 1, tl.int32) << (row % 32)
     address = tl.max_contiguous(bits + (row // 32) * E + expert, [2, 1])
