@@ -18,13 +18,14 @@ from evenroute.dist.config import PlannerSettings
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.receipt import LoadView
 from evenroute.dist.protocol.types import Outgoing, PlacementInfo
-from evenroute.dist.rebalancer.decisions import LivePolicy, earlier_placements, keep_start
+from evenroute.dist.rebalancer.decisions import LiveCosts, LivePolicy, earlier_placements, keep_start
+from evenroute.dist.rebalancer.interval_loads import IntervalLoads
 from evenroute.dist.rebalancer.intervals import lacking, most_windows, whole_windows
 from evenroute.dist.rebalancer.planner import PlannerError, PlannerProcess, decide_request, plan_request
 from evenroute.dist.rebalancer.planner_child import DecideRequest, PlanReply, PlanRequest
 from evenroute.dist.wire.messages import JobShape
 from evenroute.dist.wire.placement import unpack_placement
-from evenroute.eplb.loads.balance import balancedness, rank_loads
+from evenroute.eplb.loads.balance import balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.store.writer import HistoryStore
 
@@ -40,6 +41,7 @@ class PlanCycle:
         self, core: RebalancerCore, store: HistoryStore, settings: PlannerSettings, now: float
     ) -> None:
         self.settings = settings
+        self.costs = LiveCosts(store, settings)
         self.planner = PlannerProcess(settings.time_limit_s, settings.function)
         self.cycle = 0
         self.succeeded = 0
@@ -50,6 +52,7 @@ class PlanCycle:
         self.before_total: float | None = None
         self.before_per_layer: list[float | None] = []
         self.predicted: float | None = None
+        self.loads = IntervalLoads()
         self.waiting_for = ""
         self.last_action = ""  # of the last decision: stay, shares, moves or full
         self.last_reason = ""
@@ -148,6 +151,9 @@ class PlanCycle:
         self.cycle += 1
         loads = view.counts.astype(np.float64)
         self._measure(loads, live)
+        assert self._core.job is not None
+        assert self._core.view is not None
+        self.costs.end_interval(view, live, self._core.job, self._core.view.run, self._core.epoch)
         self._core.clear_loads()
         self._interval_from = self._requested_at = now
         request = self._question(view.counts, live)
@@ -168,12 +174,13 @@ class PlanCycle:
             restored = self._policy.restore(live)
             if restored:
                 logger.info("the policy remembers %d windows of the store", restored)
-        question = self._policy.ask(counts, live)
+        question = self._policy.ask(counts, live, self.costs.costs())
         self._asked_from = live
         return None if question is None else decide_request(question, self._policy.settings, self.cycle, live)
 
     def _measure(self, loads: NDArray[np.float64], live: Placement) -> None:
-        found = balancedness(rank_loads(loads, live))
+        self.loads = IntervalLoads.of(loads, live)
+        found = balancedness(self.loads.rank_loads)
         self.before_total = found.total
         self.before_per_layer = [
             float(value) if has else None for value, has in zip(found.per_layer, found.has_load, strict=True)
@@ -275,6 +282,7 @@ class PlanCycle:
             return []
         if self._core.counters.placements_published > published:
             self.placements["published"] += 1
+            self.costs.moved(int(info.moves.sum()), self._core.epoch)
             before, predicted = _text(info.balancedness_before), _text(info.balancedness_predicted)
             logger.info(
                 "version %d published: %s, %d slots move, balancedness %s -> %s (%s)",

@@ -8,9 +8,9 @@ from collections import Counter
 import msgspec
 import pytest
 
+from evenroute.dist.log import LimitedLog, set_up_logging
 from evenroute.dist.protocol.types import EPOCH_RANDOM_BITS, Phase
 from evenroute.dist.rebalancer.guards import JobGate
-from evenroute.dist.rebalancer.log import LimitedLog, set_up_logging
 from evenroute.dist.rebalancer.traffic import RankTraffic
 from evenroute.dist.wire.keys import LOCAL_ROLE
 from evenroute.dist.wire.link import Received
@@ -62,7 +62,9 @@ def test_a_log_line_is_one_line_whatever_it_quotes(capsys: pytest.CaptureFixture
 def test_a_strangers_windows_are_not_measured_against_those_of_the_ranks() -> None:
     loop = running()
     log = LimitedLog(logging.getLogger("evenroute"))
-    traffic = RankTraffic(loop.core, None, JobGate(loop.core, log), Counter(), log, 1 << 20)  # type: ignore[arg-type]
+    traffic = RankTraffic(  # type: ignore[arg-type]
+        loop.core, None, JobGate(loop.core, log), Counter(), log, 1 << 20, lambda costs: None
+    )
 
     def take(peer: int | str, seq: int, last: int) -> int:
         frame = encode(window_of(seq, first=0, last=last))
