@@ -203,10 +203,10 @@ def launch_constants(plan: RouterPlan, call: RouteCall, pdl: bool) -> RouteConst
         epsilon=float(config.renormalize_epsilon),
         scale=float(config.routed_scaling_factor) if scaled else 1.0,
     )
-    table = plan.table_columns
+    table, launch = plan.table_columns, plan_launch(config, call.num_tokens)
     return RouteConstants(
         source=source,
-        plan=plan_launch(config, call.num_tokens),
+        plan=launch,
         score=score,
         weighing=weighing,
         mode=mode,
@@ -224,7 +224,7 @@ def launch_constants(plan: RouterPlan, call: RouteCall, pdl: bool) -> RouteConst
         given_width=config.top_k if call.given_ids is None else call.given_ids.shape[1],
         pdl=pdl,
         overlap=mode.pick == "batch" and overlaps(plan.seed.device),
-        needs_sum=needs_sum(source, score, weighing),
+        needs_sum=needs_sum(source, launch.layout, score, weighing),
         carries_payload=score.payload and source == "logits",
         payload_column=table.static_payload if mode.pick == "slot" else table.replica_payload,
     )

@@ -178,12 +178,15 @@ class RouteConstants(NamedTuple):
     payload_column: int
 
 
-def needs_sum(source: str, score: Score, weighing: Weighing) -> bool:
-    """`RouteConstants.needs_sum`."""
+def needs_sum(source: str, layout: Layout, score: Score, weighing: Weighing) -> bool:
+    """`RouteConstants.needs_sum`.
+
+    By the sum of two a group may be dropped that holds the row's largest logit, beside which the chosen ones are 0.
+    """
     if score.scoring != "softmax" or source == "given":
         return False
     plain = weighing.renormalize and weighing.epsilon == 0.0 and source == "logits"
-    return score.any_bias or not plain
+    return score.any_bias or not plain or (layout.kept > 0 and layout.top2)
 
 
 class RowTile(NamedTuple):

@@ -41,7 +41,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
         ("rank_invariant", "hash", "shared"),
         ("weighted", "exact", "own"),
         ("weighted", "hash", "own"),
-        ("weighted", "batch", "own"),
     ),
     "dtype": (torch.float32, torch.bfloat16, torch.float16),
     "mode": ("choose", "choose", "choose", "given", "table"),

@@ -10,6 +10,7 @@ import torch
 from evenroute.routing.settings.config import RouterConfig
 from support.interpreted import BACKEND, COMPILED, DEVICE
 from support.route_checks import Pair, Variant, draw_case
+from support.route_variants import SMALL_SHAPES, pairwise_variants
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -35,6 +36,17 @@ def test_equals_the_rule(name: str) -> None:
     pair = Pair(FORMS[name], DEVICE, BACKEND)
     for turn, rows in enumerate((40, 1, 97, 33)):
         pair.check(draw_case(FORMS[name], rows, "normal", seed=turn, device=DEVICE))
+
+
+SMALL = pairwise_variants(24, SMALL_SHAPES)
+
+
+@pytest.mark.parametrize("index", range(0, len(SMALL), 6))
+def test_drawn_forms(index: int) -> None:
+    variant = replace(SMALL[index], dispatch="weighted", deal="batch", tokens="own", shares=True)
+    pair = Pair(variant, DEVICE, BACKEND)
+    for turn in range(2):
+        pair.check(draw_case(variant, 40, "special", seed=turn, device=DEVICE))
 
 
 def test_more_rows_than_a_block_of_counts() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from evenroute.routing.gate import GateRouter
 from evenroute.routing.settings.config import RouterConfig
 from support.route_checks import Pair, Variant, draw_case
+from support.route_variants import pairwise_variants
 
 pytestmark = pytest.mark.gpu
 
@@ -29,6 +32,18 @@ def test_equals_the_rule(name: str) -> None:
     pair = Pair(VARIANTS[name], "cuda", "triton")
     for turn, rows in enumerate((128, 1, 2048, 33, 8192, 1000, 20000)):
         assert pair.check(draw_case(VARIANTS[name], rows, "normal", seed=turn, device="cuda")) == 0
+
+
+DRAWN = [variant for variant in pairwise_variants(40) if variant.config.softcap is None]
+
+
+@pytest.mark.parametrize("index", range(0, len(DRAWN), 3))
+def test_drawn_forms(index: int) -> None:
+    """Every output format, bias, source of choice and kind of shared expert."""
+    variant = replace(DRAWN[index], dispatch="weighted", deal="batch", tokens="own", shares=True)
+    pair = Pair(variant, "cuda", "triton")
+    for turn, rows in enumerate((200, 33, 1000, 5000)):
+        pair.check(draw_case(variant, rows, "normal", seed=turn, device="cuda"))
 
 
 def test_replays_deal_what_they_find() -> None:
