@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from evenroute.eplb._checks import describe, require_bool, require_choice, require_instance, require_int
 from evenroute.routing.batch.settings import BATCH_ROWS, make_batch
@@ -242,7 +243,7 @@ class Router:
             and token_ids is None
             and keep_weights is False
             and waterfill_target is None
-            and not torch.compiler.is_compiling()
+            and not is_compiling()
         ):
             known = self.direct.launch(
                 logits, layer, bias, num_valid_tokens, row_offset, count, route_padding, out

@@ -15,10 +15,7 @@ DEALS = ("hash", "exact", "weighted", "batch")  # names of `settings.modes.MODES
 def deal_costs(
     model: str, rows: Sequence[int], device: torch.device, deals: Sequence[str] = DEALS
 ) -> dict[int, dict[str, float]]:
-    """Microseconds of a layer's routing by rows and deal: graph replays on CUDA, single calls on CPU.
-
-    "batch" below its least batch size is the weighted deal.
-    """
+    """Microseconds of a layer's routing by rows and deal: graph replays on CUDA, single calls on CPU."""
     jobs = {number: {deal: replace(Job(model, number), form=deal) for deal in deals} for number in rows}
     return {
         number: {deal: time_call(prepare(job, device), device) for deal, job in by_deal.items()}

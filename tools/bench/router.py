@@ -107,7 +107,9 @@ def prepare(job: Job, device: torch.device, fresh: bool = False) -> Callable[[],
     placement = bench_placement(job.model, dispatch == "weighted")
     tables = DispatchTables(placement, ep_rank=0, device=device)
     counters = ExpertCounters(1, placement.num_logical_experts, device=device)
-    router = Router(router_config(job.model), tables, counters, dispatch=dispatch, deal=deal, pdl=job.pdl)
+    config = router_config(job.model)
+    # Every batch is dealt as named, small ones too.
+    router = Router(config, tables, counters, dispatch=dispatch, deal=deal, batch_rows=1, pdl=job.pdl)
     logits, bias = draw_inputs(job, device)
     valid = torch.tensor([job.rows], dtype=torch.int32, device=device)
     out = None if fresh else router.allocate(job.rows)
