@@ -13,7 +13,7 @@ from evenroute.routing.settings.modes import Mode, find_mode
 from evenroute.routing.tables.tables import DispatchTables
 
 # From here on a batch pays for the second launch. That costs 5.4 to 6.3 us on an H200 (DeepSeek-V3, 128 to 2,048 rows).
-# At .073 us a token on the hottest rank (fp8 experts, roofline) i.i.d. batches under a fresh plan save 2 us at 128 tokens
+# At .073 us a token on the hottest rank (fp8 experts, roofline) i.i.d. batches under a fresh plan save 2 us at 128 rows
 # a rank, 5 to 6 at 512 and 12 at 2,048 (EP32, 288 slots), those under a stale plan 13 at 128: set 128 where plans lag.
 BATCH_ROWS = 512
 MAX_PLACES = 8192  # of the solver: padded ranks times padded slots of a rank
