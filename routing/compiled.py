@@ -65,7 +65,7 @@ def _with_counters(router: Router, counts: Tensor, tickets: Tensor | None) -> Ro
 
 
 def _all_outputs(output: RoutingOutput) -> Outputs:
-    """The six tensors of an output; a fresh empty one stands for each that was not emitted."""
+    """The six tensors of an output; a new empty one in place of each that was not emitted."""
     found = (getattr(output, name) for name in OUTPUT_NAMES)
     empty = output.weights.new_empty
     weights, *rest = (empty((0,), dtype=torch.int32) if tensor is None else tensor for tensor in found)

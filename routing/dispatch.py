@@ -63,9 +63,7 @@ def deal_tickets(ids: Tensor, valid: Tensor, tickets: Tensor) -> Tensor:
     return now.reshape(ids.shape)
 
 
-def pick_by_ticket(
-    tables: DispatchTables, layer: int, ids: Tensor, tickets: Tensor, weighted: bool
-) -> Tensor:
+def pick_by_ticket(tables: DispatchTables, layer: int, ids: Tensor, tickets: Tensor, mode: Mode) -> Tensor:
     """Replica index `[T, K]`: tickets in turn, ranks from different starts; uneven experts in planned shares.
 
     Shares: after n tickets from the start of the count (ticket 0) every replica has its share x n within 1, whatever
@@ -75,7 +73,7 @@ def pick_by_ticket(
     """
     offset, count, uneven = spans(tables, layer, ids)
     replica = (tickets + tables.ep_rank + ids) % count
-    if weighted and bool(uneven.any()):
+    if mode.weighted and bool(uneven.any()):
         threshold, turn = tables.replica_threshold[layer].long(), tickets % SHARE_TOTAL
         few, many = uneven & (count <= TREE_REPLICAS), uneven & (count > TREE_REPLICAS)
         replica[few] = split_shares(threshold, offset[few], count[few], turn[few])
@@ -88,7 +86,7 @@ def split_shares(threshold: Tensor, offset: Tensor, count: Tensor, tickets: Tens
 
     A binary tree over the expert's replicas: a node with share w of `total` passes the nearest integer to w * t / total
     of its first t tickets to its left half. So the halves are off their shares by at most 1/2, and a replica that has
-    the part p of its half by at most p / 2 + 1/2 <= 1. A deeper tree would not keep to 1.
+    the part p of its half by at most p / 2 + 1/2 <= 1. A deeper tree would exceed 1.
     """
     middle = (count + 1) // 2
     share = threshold[offset + middle - 1]
@@ -107,11 +105,11 @@ def split_shares(threshold: Tensor, offset: Tensor, count: Tensor, tickets: Tens
     return replica + (live & ~split(inner, total, turn)[0])
 
 
-def pick_by_hash(tables: DispatchTables, layer: int, ids: Tensor, hashes: Tensor, weighted: bool) -> Tensor:
-    """Replica index `[T, K]` from 32-bit hashes; with `weighted` in the planned shares."""
+def pick_by_hash(tables: DispatchTables, layer: int, ids: Tensor, hashes: Tensor, mode: Mode) -> Tensor:
+    """Replica index `[T, K]` from 32-bit hashes; with `mode.weighted` in the planned shares."""
     offset, count, uneven = spans(tables, layer, ids)
     replica = (hashes * count) >> 32
-    if weighted and bool(uneven.any()):
+    if mode.weighted and bool(uneven.any()):
         threshold = tables.replica_threshold[layer].long()
         place = uneven.nonzero(as_tuple=True)
         draw = (hashes[place] * SHARE_TOTAL) >> 32

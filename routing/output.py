@@ -1,4 +1,4 @@
-"""What one routing launch is asked for, and what it returns."""
+"""The arguments of one routing launch, and its result."""
 
 from __future__ import annotations
 

@@ -234,11 +234,11 @@ def dispatch_slots(plan: RouterPlan, call: RouteCall, safe: Tensor, valid: Tenso
         assert plan.counters.tickets is not None
         words = plan.counters.tickets[layer, 0, :, 0]
         tickets = deal_tickets(safe, valid, words)
-        replica = pick_by_ticket(tables, layer, safe, tickets, mode.weighted)
+        replica = pick_by_ticket(tables, layer, safe, tickets, mode)
     else:
         rows = torch.arange(call.num_tokens, device=safe.device) + call.row_offset
         salt = hash_salt(mode, tables.ep_rank, int(plan.seed))
-        replica = pick_by_hash(tables, layer, safe, hash_rows(rows[:, None], safe, salt), mode.weighted)
+        replica = pick_by_hash(tables, layer, safe, hash_rows(rows[:, None], safe, salt), mode)
     offset, _, _ = spans(tables, layer, safe)
     return tables.replica_slot[layer].long()[offset + replica]
 

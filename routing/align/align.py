@@ -1,7 +1,7 @@
 """`moe_align_block_size`: routed ids sorted by expert, every expert's run padded to whole blocks.
 
 A grouped GEMM reads the result block by block: `sorted_ids[b * block : (b + 1) * block]` are flat indices t * K + k
-(`numel` = T * K marks padding, so it never meets a real row), all of expert `expert_ids[b]`.
+(`numel` = T * K marks padding, so it is never a real row), all of expert `expert_ids[b]`.
 
 >>> ids = torch.tensor([[1, 2, 3], [0, 1, 3], [0, 2, 3], [0, 1, 2]])
 >>> sorted_ids, expert_ids, total = moe_align_block_size(ids, 4, 4)

@@ -163,7 +163,7 @@ def lane_of(upto, number):
 @triton.jit
 def nth_bit(word, skip):
     """Place of the lowest set bit of int32 or int64 after `skip` lower ones."""
-    for _ in tl.static_range(2):  # as a rule enough
+    for _ in tl.static_range(2):  # usually enough
         word = tl.where(skip > 0, word & (word - 1), word)
         skip -= 1
     while tl.max(skip) > 0:

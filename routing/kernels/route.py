@@ -38,7 +38,7 @@ def start(tables_ptr, seed_ptr, rank_salt, lane, CONSTANTS: tl.constexpr):
     slots: tl.constexpr = CONSTANTS.columns.num_slots
     salt = rank_salt.to(tl.uint32)
     started = tl.broadcast_to(tl.arange(0, CONSTANTS.plan.layout.rows)[None, :] >= 0, lane.shape)
-    if MODE.pick == "hash" and MODE.by_rank:
+    if MODE.pick != "slot" and MODE.pick != "ticket" and MODE.by_rank:
         seed = tl.load(seed_ptr)
         salt = salt + seed.to(tl.uint32) * 0x27D4EB2F
         started &= seed >= 0  # always: seeds are not negative
@@ -55,7 +55,7 @@ def start(tables_ptr, seed_ptr, rank_salt, lane, CONSTANTS: tl.constexpr):
 
 @triton.jit
 def given_payloads(row, given, routed, CONSTANTS: tl.constexpr):
-    """Payloads of the experts that a caller or a table by token id names; -1 for ids that are none.
+    """Payloads of the experts that a caller or a table by token id names; -1 for invalid ids.
 
     The column in the payload keeps repeated ids apart and finds given weights again.
     """

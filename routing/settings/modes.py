@@ -13,7 +13,7 @@ from evenroute.eplb._checks import require_choice
 class Mode(NamedTuple):
     """One way to find the slot of a (token, logical expert); a row of `MODES`.
 
-    name, dispatch, deals, tokens   how it is asked for: `find_mode`
+    name, dispatch, deals, tokens   how a caller chooses it: `find_mode`
     pick       "slot": the one slot of (rank, expert); "ticket": an atomic ticket an expert; "hash": of (row, expert);
                "batch": by the place among the batch's tokens of the expert, in shares corrected for the batch
     weighted   replicas in planned shares; else evenly

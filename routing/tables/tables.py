@@ -154,7 +154,7 @@ class DispatchTables:
         """Switch one layer, in stream order.
 
         Raises:
-            ValueError: the layer is out of range, or the row is none of a placement of this shape (number of slots,
+            ValueError: the layer is out of range, or the row does not fit the tables (number of slots,
                 ids, an expert without a slot or twice on a rank, shares that do not sum to 65535). Nothing is changed.
         """
         require_int("layer", layer, -(1 << 63))

@@ -44,19 +44,6 @@ class Job:
     dtype: str = "float32"
 
 
-def router_config(model: str) -> RouterConfig:
-    shape = MODEL_SHAPES[model]
-    return RouterConfig(
-        shape.num_logical_experts,
-        shape.top_k,
-        shape.scoring,
-        shape.num_groups,
-        shape.topk_group,
-        renormalize=shape.renormalize,
-        routed_scaling_factor=shape.routed_scaling_factor,
-    )
-
-
 def bench_placement(model: str, weighted: bool) -> Placement:
     """One layer, round-robin redundancy; with `weighted` every replicated expert has uneven shares."""
     shape = MODEL_SHAPES[model]
@@ -107,9 +94,15 @@ def prepare(job: Job, device: torch.device, fresh: bool = False) -> Callable[[],
     placement = bench_placement(job.model, dispatch == "weighted")
     tables = DispatchTables(placement, ep_rank=0, device=device)
     counters = ExpertCounters(1, placement.num_logical_experts, device=device)
-    config = router_config(job.model)
-    # Every batch is dealt as named, small ones too.
-    router = Router(config, tables, counters, dispatch=dispatch, deal=deal, batch_rows=1, pdl=job.pdl)
+    router = Router(
+        RouterConfig.of_model(MODEL_SHAPES[job.model]),
+        tables,
+        counters,
+        dispatch=dispatch,
+        deal=deal,
+        batch_rows=1,  # every batch is dealt as named, small ones too
+        pdl=job.pdl,
+    )
     logits, bias = draw_inputs(job, device)
     valid = torch.tensor([job.rows], dtype=torch.int32, device=device)
     out = None if fresh else router.allocate(job.rows)
@@ -180,7 +173,7 @@ def floor_microseconds(job: Job, rate: float) -> float:
 
 def torch_steps(job: Job, device: torch.device) -> list[Callable[..., Any]]:
     """The same work as separate torch steps: choice, weights, remap by hash, mask, record."""
-    config = router_config(job.model)
+    config = RouterConfig.of_model(MODEL_SHAPES[job.model])
     placement = bench_placement(job.model, False)
     tables = DispatchTables(placement, ep_rank=0, device=device)
     offset, slots = tables.replica_offset[0].long(), tables.replica_slot[0]

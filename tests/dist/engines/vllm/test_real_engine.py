@@ -96,9 +96,13 @@ class Engine:
         count = len(self.rounds()) + more
         self.wait("rounds", count, self.rounds)
 
+    def switched(self) -> list[int]:
+        return [layer for event in self.switches() for layer in event["layers"]]
+
     def wait_switches(self, more: int) -> None:
-        count = len(self.switches()) + more
-        self.wait("switches", count, self.switches)
+        """Layers that switch."""
+        count = len(self.switched()) + more
+        self.wait("switches", count, self.switched)
 
     def finish(self) -> None:
         self.order(0)
@@ -185,11 +189,11 @@ def test_tensor_parallel_before_during_and_after_switches_and_without_its_rebala
         engine.wait_rounds(2)  # no rebalancer yet: the start placement
         assert engine.switches() == []
         with rebalancer:
-            engine.wait_switches(6)
+            engine.wait_switches(12)
             rebalancer.kill()
             engine.wait_rounds(3)  # nobody notices
             with rebalancer:
-                engine.wait_switches(6)
+                engine.wait_switches(12)
                 engine.wait_rounds(2)
                 engine.finish()
                 finished(rebalancer)
@@ -204,13 +208,13 @@ def test_data_parallel_with_an_idle_rank_and_a_recording(tmp_path: Path, qwen: t
     with RebalancerProcess(tmp_path, flags=FLAGS) as rebalancer:
         extra = {"EVENROUTE_REBALANCER": rebalancer.bind, "EVENROUTE_RECORD_DIR": str(dumps)}
         with running(tmp_path / "engine", model, DP2, **extra) as engine:
-            engine.wait_switches(6)
+            engine.wait_switches(12)
             record(rebalancer, "start", "--mode", "per_token", "--name", "x")
             engine.wait_rounds(2)
             engine.order(1000, one_by_one=True)  # one rank runs dummy passes meanwhile
             engine.wait_rounds(2)
             record(rebalancer, "stop")
-            engine.wait_switches(2)
+            engine.wait_switches(8)
             engine.finish()
             finished(rebalancer)
     check(engine, rebalancer.store, wanted, shared=False, least=20)
@@ -242,7 +246,7 @@ def test_compiled(tmp_path: Path, qwen: tuple[Path, Any], choice: str) -> None:
     with RebalancerProcess(tmp_path, flags=FLAGS) as rebalancer:
         extra = {"EVENROUTE_REBALANCER": rebalancer.bind, "EVENROUTE_CHOICE": choice, "VLLM_CPU_CI_ENV": "1"}
         with running(tmp_path / "engine", model, arguments, **extra) as engine:
-            engine.wait_switches(6)
+            engine.wait_switches(22)
             engine.finish()
             finished(rebalancer)
     check(engine, rebalancer.store, wanted, shared=True, least=20)
@@ -255,7 +259,7 @@ def test_sigmoid_bias_groups_and_a_shared_expert(tmp_path: Path) -> None:
         RebalancerProcess(tmp_path, flags=FLAGS) as rebalancer,
         running(tmp_path / "engine", model, TP2, EVENROUTE_REBALANCER=rebalancer.bind) as engine,
     ):
-        engine.wait_switches(7)
+        engine.wait_switches(22)
         engine.finish()
         finished(rebalancer)
     check(engine, rebalancer.store, wanted, shared=True, least=20)
