@@ -178,7 +178,8 @@ class Router:
         Raises:
             ValueError: no row number is given or one is below 1, or dtype or bias do not fit.
         """
-        return warm_up(self, rows, dtype, bias, padding)
+        compiles = self.backend == "triton"
+        return warm_up(self.plan, self.direct, rows, dtype, bias, padding, compiles=compiles, pdl=self.pdl)
 
     def allocate(self, num_tokens: int) -> RoutingOutput:
         """Output buffers to pass as ``out``: captured steps then allocate nothing."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from evenroute.eplb._checks import describe, require_bool, require_int
 from evenroute.routing.call_checks import LOGIT_DTYPES, check_call
 from evenroute.routing.kernels.plan import CLASS_ROWS, size_class, supports_groups
-from evenroute.routing.output import RouteCall, allocate_output
+from evenroute.routing.output import RouteCall, RouterPlan, allocate_output
 
 if TYPE_CHECKING:
-    from evenroute.routing.router import Router
+    from evenroute.routing.direct import DirectLaunch
 
 
 class WarmUp(NamedTuple):
@@ -26,31 +26,39 @@ class WarmUp(NamedTuple):
 
 
 def warm_up(
-    router: Router, rows: int | Iterable[int], dtype: torch.dtype, bias: Tensor | None, padding: bool
+    plan: RouterPlan,
+    direct: DirectLaunch | None,
+    rows: int | Iterable[int],
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    padding: bool,
+    *,
+    compiles: bool,
+    pdl: bool,
 ) -> WarmUp:
-    """`Router.warm_up`."""
+    """`Router.warm_up`. compiles: the router has a compiled kernel; direct: where its forms are kept."""
     numbers = _row_numbers(rows)
     if dtype not in LOGIT_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, LOGIT_DTYPES))}, found {describe(dtype)}")
     require_bool("padding", padding)
-    device = router.tables.device
+    device = plan.seed.device
     begin, compiled = time.perf_counter(), []
-    forms = {(size_class(number), router.plan.mode_of(number).name): number for number in sorted(numbers)}
+    forms = {(size_class(number), plan.mode_of(number).name): number for number in sorted(numbers)}
     for number in forms.values():
-        logits = torch.zeros((number, router.config.num_experts), dtype=dtype, device=device)
+        logits = torch.zeros((number, plan.config.num_experts), dtype=dtype, device=device)
         valid = torch.zeros(1, dtype=torch.int32, device=device) if padding else None
-        out = allocate_output(router.plan, number, device)
+        out = allocate_output(plan, number, device)
         for count in (True, False):
             call = RouteCall(number, 0, logits, bias, num_valid_tokens=valid, count=count)
-            check_call(router.plan, call)
-            if router.backend != "triton" or not supports_groups(router.config):
+            check_call(plan, call)
+            if not compiles or not supports_groups(plan.config):
                 continue
             from evenroute.routing.launch import compile_kernel
 
-            launched = compile_kernel(router.plan, call, out, pdl=router.pdl)
-            if router.direct is not None:
-                router.direct.learn(call, out, launched)
-            deal = router.plan.mode_of(number).name
+            launched = compile_kernel(plan, call, out, pdl=pdl)
+            if direct is not None:
+                direct.learn(call, out, launched)
+            deal = plan.mode_of(number).name
             compiled.append(f"{deal} deal, {_words(number, dtype, bias, padding, count)}")
     return WarmUp(time.perf_counter() - begin, tuple(compiled))
 
