@@ -153,9 +153,10 @@ class DirectLaunch:
             out = allocate_output(self.plan, inputs[1], self.device)
             pointers = _addresses(out)
         else:
-            pointers = self._written(out, inputs[1])
-            if pointers is None:
+            known = self._written(out, inputs[1])
+            if known is None:
                 return None
+            pointers = known
         self._start(form, inputs, layer, row_offset, pointers)
         return out  # type: ignore[no-any-return]
 

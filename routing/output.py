@@ -219,4 +219,4 @@ def allocate_output(plan: RouterPlan, num_tokens: int, device: torch.device) -> 
         made.append(
             words.new_empty(size, dtype=torch.float32) if name == "weights" else words.new_empty(size)
         )
-    return RoutingOutput(*made, *plan.output_facts)  # type: ignore[arg-type]
+    return RoutingOutput(*made, *plan.output_facts)  # type: ignore[arg-type,call-arg]

@@ -133,7 +133,8 @@ class DispatchTables:
 
     def layer_row(self, layer: int, num_tokens: int) -> Tensor:
         """The columns of a layer that a batch of T rows is dispatched by, in one row; its pointer is stable."""
-        return self.layer_rows[layer]
+        row: Tensor = self.layer_rows[layer]
+        return row
 
     def load(self, placement: Placement) -> None:
         """Take over a placement of the same shape; raises ValueError for another shape."""
