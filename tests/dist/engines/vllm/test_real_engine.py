@@ -7,6 +7,7 @@ say is looked at inside the workers (`support.vllm_engine.checks`).
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -281,15 +282,12 @@ def test_any_edit_of_a_seam_ends_the_start_with_its_name(tmp_path: Path, qwen: t
     from evenroute.dist.engines.vllm.seams import DOORS, SEAMS, installed_source
 
     for seam in SEAMS + DOORS:
-        name = seam.name.rpartition(".")[2]
         source = installed_source(seam.file)
         assert source is not None
-        kind = "class" if name[0].isupper() else "def"
-        for old, new in edits(kind, name, bool(seam.texts)):
-            edited = source.replace(old, new) if kind == "class" else replaced_in(source, seam.name, old, new)
-            assert edited != source, (seam, old)
+        for edited in edits(source, seam.name, replaced=bool(seam.texts)):
+            assert edited != source
             found = find_seams((seam,), lambda file, text=edited: text)[seam]  # type: ignore[misc]
-            assert str(seam) in seam_problem(seam, found), (seam, new)
+            assert str(seam) in seam_problem(seam, found)
     package = Path(importlib.util.find_spec("vllm").origin).parent  # type: ignore[union-attr, arg-type]
     copy = edited_package(
         tmp_path, package, "distributed/eplb/eplb_state.py", "def prepare_forward(", "def prepare_pass("
@@ -311,21 +309,20 @@ def test_any_edit_of_a_seam_ends_the_start_with_its_name(tmp_path: Path, qwen: t
     )
 
 
-def edits(kind: str, name: str, replaced: bool) -> list[tuple[str, str]]:
-    """A new name for each seam; another first line for those whose duties are evenroute's."""
-    found = [(f"{kind} {name}", f"{kind} {name}_")]
+def edits(source: str, name: str, *, replaced: bool) -> list[str]:
+    """A new name for a seam; of those whose duties are evenroute's also another parameter, and one more line."""
+    body: list[ast.stmt] = ast.parse(source).body
+    for part in name.split("."):
+        node: Any = next(item for item in body if getattr(item, "name", "") == part)
+        body = node.body
+    text = ast.get_source_segment(source, node)
+    assert text is not None
+    word = "class" if isinstance(node, ast.ClassDef) else "def"
+    changed = [text.replace(f"{word} {node.name}", f"{word} {node.name}_", 1)]
     if replaced:
-        found.append((f"def {name}(", f"def {name}(self, more, /, "))
-    return found
-
-
-def replaced_in(source: str, name: str, old: str, new: str) -> str:
-    """``old`` in the body of the class that a method belongs to."""
-    owner, _, method = name.rpartition(".")
-    start = source.index(f"class {owner}") if owner else 0
-    place = source.index(old, start)
-    assert method in old
-    return source[:place] + new + source[place + len(old) :]
+        changed += [text.replace("self,", "self, more,", 1), f"{text}\n        self.more()"]
+    start = source.index(text)
+    return [source[:start] + one + source[start + len(text) :] for one in changed]
 
 
 def edited_package(folder: Path, package: Path, file: str, old: str, new: str) -> Path:
