@@ -135,6 +135,7 @@ class RankAgent:
             on_switch=self._thread.wake,  # the status of the change goes out at once
             on_commit=on_commit,
         )
+        self._thread.switch_events = self._switches.notes.events
         self._closing = Closing(
             config, self.rank, counters.device, self._takes, self._thread, self._votes, self._tap
         )

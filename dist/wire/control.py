@@ -25,13 +25,14 @@ from evenroute.dist.wire.recording import (
     RecordOrder,
     RecordReport,
 )
+from evenroute.dist.wire.tracing import TraceAnswer, TraceOrder, TraceReport, TraceRequest
 
 CONTROL_LIMIT_BYTES = 64 * 1024
 ANSWER_LIMIT_BYTES = 32 * 1024 * 1024
 
 
 class StatusRequest(Struct, frozen=True, tag="status", forbid_unknown_fields=True):
-    """How are you?"""
+    """Asks for the rebalancer's state."""
 
     protocol: int = CONTROL_PROTOCOL
 
@@ -77,17 +78,27 @@ class LayerRequest(Struct, frozen=True, tag="layer", forbid_unknown_fields=True)
 
 
 Request: TypeAlias = (
-    StatusRequest | LayerRequest | RecordStart | RecordStop | RecordRead | PlansOrder | RecordReport
+    StatusRequest
+    | LayerRequest
+    | TraceRequest
+    | RecordStart
+    | RecordStop
+    | RecordRead
+    | PlansOrder
+    | RecordReport
+    | TraceReport
 )
 
 ALLOWED: dict[type, frozenset[str]] = {
     StatusRequest: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     LayerRequest: frozenset({LOCAL_ROLE, "operator", "viewer"}),
+    TraceRequest: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     RecordRead: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     RecordStart: frozenset({LOCAL_ROLE, "operator"}),
     RecordStop: frozenset({LOCAL_ROLE, "operator"}),
     PlansOrder: frozenset({LOCAL_ROLE, "operator"}),
     RecordReport: frozenset({LOCAL_ROLE, "rank"}),
+    TraceReport: frozenset({LOCAL_ROLE, "rank"}),
 }
 RANK_ROLES = frozenset({LOCAL_ROLE, "rank"})
 
@@ -256,13 +267,14 @@ class Refused(Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
     reason: str
 
 
-_Message = TypeVar("_Message", bound=Request | RecordOrder)
-Answer: TypeAlias = StatusAnswer | LayerLoads | Recorded | Done | Refused | RecordOrder
+_Message = TypeVar("_Message", bound="Request | Order")
+Order: TypeAlias = RecordOrder | TraceOrder
+Answer: TypeAlias = StatusAnswer | LayerLoads | TraceAnswer | Recorded | Done | Refused | Order
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_orders: msgspec.msgpack.Decoder[RecordOrder] = msgspec.msgpack.Decoder(RecordOrder)
+_orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 
 
 class _Versioned(Struct):
@@ -282,12 +294,12 @@ def encode_control(message: Request | Answer) -> bytes:
 
 
 def decode_request(frame: bytes | memoryview) -> Request:
-    """A request; MessageError in one line when it is none, ForeignVersionError when it is one of another version."""
+    """A request; MessageError in one line if it cannot be decoded, ForeignVersionError if its version is another."""
     return _decode(_requests, frame, "control frame")
 
 
-def decode_order(frame: bytes | memoryview) -> RecordOrder:
-    """The rebalancer's order to a rank; MessageError in one line when it is none."""
+def decode_order(frame: bytes | memoryview) -> Order:
+    """The rebalancer's order to a rank; MessageError in one line if it cannot be decoded."""
     return _decode(_orders, frame, "order")
 
 
@@ -304,7 +316,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes | memoryvie
 
 
 def decode_answer(frame: bytes | memoryview) -> Answer:
-    """An answer; MessageError in one line when it is none."""
+    """An answer; MessageError in one line if it cannot be decoded."""
     try:
         return _answers.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

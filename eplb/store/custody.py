@@ -1,7 +1,7 @@
 """Whether the store's files are as this writer left them, and what it has acknowledged: so that damage is noticed.
 
 SQLite reads neither its log nor its file again while it writes: a file that is cut or overwritten by somebody else
-would go on taking windows that nobody can read after a crash.
+would keep taking windows that cannot be read after a crash.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LENGTH = 128  # bytes of the note: one write of a fixed length, in place
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Size, time of the last write and inode; None for no file, or an empty one (a log before its first write)."""
+    """Size, time of the last write and inode; None for a missing or empty file (a log before its first write)."""
     try:
         found = os.stat(path)
     except OSError:
@@ -31,43 +31,44 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 class Custody:
     """Compares the stamps of file and log with those after this writer's last write.
 
-    ``lock`` is held by whoever moves the log into the file, and notes the file's stamp then.
+    ``lock`` is held while the log is moved into the file; the file's stamp is noted then. The log's stamp is the
+    writer's alone: no thread overwrites what another has noted.
     """
 
     def __init__(self, path: Path) -> None:
         self.lock = threading.Lock()
         self._path = path
         self._file, self._log = str(path.resolve()), f"{path.resolve()}-wal"
-        self._stamps = (_stamp(self._file), _stamp(self._log))
+        self._file_stamp, self._log_stamp = _stamp(self._file), _stamp(self._log)
 
     def note(self) -> None:
         """This writer has written."""
         if self.lock.acquire(blocking=False):
             self.note_file()
             self.lock.release()
-        self._stamps = (self._stamps[0], _stamp(self._log))
+        self._log_stamp = _stamp(self._log)
 
     def note_file(self) -> None:
         """The log was moved into the file; with the lock."""
-        self._stamps = (_stamp(self._file), self._stamps[1])
+        self._file_stamp = _stamp(self._file)
 
     def changed(self) -> bool:
         """Whether somebody else wrote to file or log (or removed them) since."""
-        if _stamp(self._log) != self._stamps[1]:
+        if _stamp(self._log) != self._log_stamp:
             return True
         if not self.lock.acquire(blocking=False):
             return False  # the log is being moved into the file: looked at the next time
         try:
-            return _stamp(self._file) != self._stamps[0]
+            return _stamp(self._file) != self._file_stamp
         finally:
             self.lock.release()
 
     def damage(self) -> str | None:
-        """What is wrong with files that `changed`, though no other writer committed anything; None = all is readable.
+        """What is wrong with files that `changed`, though no other writer committed anything; None if all is readable.
 
         A checkpoint of another process changes the file alone, and nothing in it.
         """
-        file, log = self._stamps
+        file, log = self._file_stamp, self._log_stamp
         now, log_now = _stamp(self._file), _stamp(self._log)
         if now is None or (log is not None and log_now is None):
             return f"its {'file' if now is None else 'log'} was removed or emptied"

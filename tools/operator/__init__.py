@@ -2,5 +2,6 @@
 
 backup      a store copied while it is in use
 completion  scripts for shells
+trace       what ranks did for switches, for Perfetto
 init        a commented settings file, and keys
 """
