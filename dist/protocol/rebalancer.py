@@ -77,6 +77,7 @@ class RebalancerCore:
         self._accept_job = accept_job
         self._token = random_bits(62) or 1
         self._first_due = False
+        self._extra_fences: tuple[int, ...] = ()
         self._rows_asked_at = float("-inf")
         self.windows = WindowReceipt(store, self.counters, self.notices)
 
@@ -172,12 +173,16 @@ class RebalancerCore:
 
     def _adopt(self, status: RankStatus) -> None:
         self._token = self._random_bits(62) or 1
-        self.view = RunView(status.run, status.job, self._store)
-        self.windows.begin_run(status.job)
+        self.take_run(status.run, status.job)
+
+    def take_run(self, run: int, job: JobShape) -> None:
+        """From here on ``run`` is the current one."""
+        self.view = RunView(run, job, self._store)
+        self.windows.begin_run(job)
         self._first_due = False
-        self.notices.append(Notice("run", f"the current run is {status.run:#x}, {status.job.ep_size} ranks"))
-        if self.job != status.job:
-            self.job = status.job
+        self.notices.append(Notice("run", f"the current run is {run:#x}, {job.ep_size} ranks"))
+        if self.job != job:
+            self.job = job
             if self.phase is Phase.SERVING:
                 self._take_newest_of_store()
 
@@ -223,7 +228,7 @@ class RebalancerCore:
         """Take an epoch above all that are known; True if the life began."""
         try:
             fences = () if self.view is None else (rank.fence for rank in self.view.ranks.values())
-            highest = max([self._store.last_epoch(), *fences])
+            highest = max([self._store.last_epoch(), *fences, *self._extra_fences])
             epoch = (highest >> EPOCH_RANDOM_BITS) + 1 << EPOCH_RANDOM_BITS
             epoch |= self._random_bits(EPOCH_RANDOM_BITS)
             self._store.begin_epoch(epoch, pid=self.config.pid, now=self._stamp())

@@ -1,0 +1,445 @@
+"""The rebalancer's side of the membership rules: it alone decides who is in the job. No I/O, no clock.
+
+Driver: `receive` for each message, `tick` often; what is returned is sent. Every record is kept in the store behind the
+last one before anybody hears of it; whatever is repeated is the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from evenroute.dist.membership.changes import Changes
+from evenroute.dist.membership.ledger import Ledger
+from evenroute.dist.membership.rebalancer import ElasticRebalancerCore
+from evenroute.dist.membership.types import MemberLimits, MemberOutgoing, Peer
+from evenroute.dist.protocol.store import StaleEpochError, StoreError
+from evenroute.dist.protocol.types import Notice, Phase
+from evenroute.dist.wire.membership import (
+    CaughtVote,
+    Gone,
+    MemberOrder,
+    MemberReport,
+    MembershipRecord,
+    MemberUp,
+    RecordMessage,
+    RecordRequest,
+    nodes_of,
+)
+from evenroute.dist.wire.messages import JobShape
+
+
+@dataclass
+class Heard:
+    """A member's last report in this life."""
+
+    report: MemberReport
+    peer: Peer
+    at: float
+
+
+class MembershipCore:
+    """One life. ``heard``: members by number; ``joiners``: processes that ask to join, by identity.
+
+    ``served``: memberships that somebody serves in, as far as this life has heard. ``end``: the job can't go on.
+    """
+
+    def __init__(
+        self,
+        core: ElasticRebalancerCore,
+        ledger: Ledger,
+        limits: MemberLimits,
+        *,
+        random_bits: Callable[[int], int],
+        stamp: Callable[[], float],
+    ) -> None:
+        self.core = core
+        self.ledger = ledger
+        self.limits = limits
+        self.heard: dict[int, Heard] = {}
+        self.joiners: dict[int, Heard] = {}
+        self.served: set[int] = set()
+        self.void: set[int] = set()
+        self.end = ""
+        self.notices: deque[Notice] = deque(maxlen=100)
+        self.halting_since: float | None = None
+        self.failures = 0  # death records in a row that nobody came to serve in
+        self.deaths = 0
+        self.changes = Changes(self)
+        self._random_bits = random_bits
+        self._stamp = stamp
+        self._epoch = 0
+        self._gone: set[int] = set()
+        self._candidate: dict[int, MembershipRecord] = {}
+        self._stranger: dict[int, Heard] = {}
+        core.follow(ledger)
+
+    # ------------------------------------------------------------------------------------- receipt
+
+    def receive(self, peer: Peer, message: MemberUp, now: float) -> list[MemberOutgoing]:
+        """Take one message. Returns what to send, in order."""
+        if self.core.phase is Phase.ENDED:
+            return []
+        try:
+            self._catch_up()
+            match message:
+                case MemberReport():
+                    return self._report(peer, message, now)
+                case MembershipRecord():
+                    return self._take_up(message, now)
+                case Gone():
+                    self._gone.add(message.identity)
+                    self.joiners.pop(message.identity, None)
+                    return self._turn(now)
+        except StaleEpochError as error:
+            self.core.end(str(error))
+        except StoreError as error:
+            self._store_failed(error)
+        return []
+
+    def tick(self, now: float) -> list[MemberOutgoing]:
+        """What is due by time."""
+        if self.core.phase is Phase.ENDED:
+            return []
+        try:
+            self._catch_up()
+            return self._turn(now)
+        except StaleEpochError as error:
+            self.core.end(str(error))
+        except StoreError as error:
+            self._store_failed(error)
+        return []
+
+    def _catch_up(self) -> None:
+        """Until this life has its epoch, the one before may still have written."""
+        if self.core.epoch != self._epoch:
+            self.ledger.load()
+            self.core.follow(self.ledger)
+            self._epoch = self.core.epoch
+
+    def _store_failed(self, error: StoreError) -> None:
+        self.core.counters.store_errors += 1
+        self.notices.append(Notice("store", f"membership not kept: {error}"))
+
+    def _report(self, peer: Peer, report: MemberReport, now: float) -> list[MemberOutgoing]:
+        if report.job == 0:
+            self.joiners[report.me.identity] = Heard(report, peer, now)
+            return self._turn(now)
+        if self.head is None or report.job != self.head.job:
+            return self._ask_stranger(peer, report, now)
+        if not self._is_member(report):
+            return []
+        number = report.me.number
+        if self.core.phase is Phase.WAITING and report.seen > self.head.number:
+            self.ledger.load()
+        self.joiners.pop(report.me.identity, None)
+        known = self.heard.get(number)
+        if known is not None and known.report.seq > report.seq:
+            return []
+        self.heard[number] = Heard(report, peer, now)
+        out = [
+            MemberOutgoing(peer, RecordMessage(self.core.epoch, record))
+            for record in self.ledger.records
+            if self.core.epoch and (record.number > report.heard or self._is_other(report, record))
+        ]
+        if report.refused == self.head.number and self.head.kind == "change":
+            self._give_up_change("it would have left an expert without a slot")
+        if report.serving and report.installed not in self.served:
+            out += self._is_served(report.installed, now)
+        return [*out, *self._order(number), *self._turn(now)]
+
+    def _is_member(self, report: MemberReport) -> bool:
+        """Of some record, with the identity that it has there: nobody else speaks for it."""
+        return any(one == report.me for record in self.ledger.records for one in record.members)
+
+    def _is_other(self, report: MemberReport, record: MembershipRecord) -> bool:
+        """A joiner may stand by a record of a store that was lost, with the same number."""
+        return record is self.head and not report.installed and bool(report.ready) and report.ready_run != record.run
+
+    def _is_served(self, number: int, now: float) -> list[MemberOutgoing]:
+        record, head = self.ledger.find(number), self.head
+        self.served.add(number)
+        if record is None or head is None or number != head.number:
+            return []
+        self.failures = 0
+        self.core.take_membership(record)
+        self.notices.append(Notice("membership", f"membership {number} serves: {len(record.members)} ranks"))
+        return self._orders()
+
+    # ------------------------------------------------------------------------------------- take up
+
+    def _ask_stranger(self, peer: Peer, report: MemberReport, now: float) -> list[MemberOutgoing]:
+        """A job that the store does not know: it starts, or the store was lost."""
+        view = self.core.view
+        if self.core.phase is not Phase.SERVING or view is None:
+            return []
+        self._stranger[report.me.number] = Heard(report, peer, now)
+        record = self._candidate.get(report.job)
+        if record is None or record.number != report.installed or report.fence != self.core.epoch:
+            return [MemberOutgoing(peer, RecordRequest(self.core.epoch, report.job))]
+        return self._take_up(record, now)
+
+    def _take_up(self, record: MembershipRecord, now: float) -> list[MemberOutgoing]:
+        """Taken up once all of its members report it, led by this epoch: no other can be meant."""
+        view = self.core.view
+        if self.core.phase is not Phase.SERVING or view is None or view.run != record.run:
+            return []
+        if self.head is not None and self.head.job == record.job:
+            return []
+        self._candidate = {record.job: record}
+        for member in record.members:
+            known = self._stranger.get(member.number)
+            if known is None or known.report.me != member or known.report.job != record.job:
+                return []
+            report = known.report
+            if report.heard != record.number or report.halted or report.fence != self.core.epoch:
+                return []
+        if not self.ledger.add(record, epoch=self.core.epoch, now=self._stamp()):
+            return []
+        self.heard, self._stranger = self._stranger, {}
+        self.served = {record.number}
+        self.core.follow(self.ledger)
+        self.notices.append(
+            Notice("membership", f"membership {record.number} taken up: {len(record.members)} ranks")
+        )
+        return self._orders()
+
+    # ------------------------------------------------------------------------------------- decisions
+
+    @property
+    def head(self) -> MembershipRecord | None:
+        """The highest record; None before there is an elastic job."""
+        return self.ledger.head
+
+    def base(self) -> MembershipRecord:
+        """What the next record is built on: a change only once somebody is known to serve in it."""
+        record = self.head
+        assert record is not None
+        while record.kind == "change" and record.number not in self.served:
+            before = self.ledger.find(record.prev)
+            if before is None:
+                break
+            record = before
+        return record
+
+    def concerned(self) -> list[int]:
+        """Numbers of the members of the head and of its prev."""
+        assert self.head is not None
+        before = self.ledger.find(self.head.prev)
+        return list(dict.fromkeys((*self.head.numbers, *(() if before is None else before.numbers))))
+
+    def got(self) -> dict[int, MemberReport]:
+        """Reports that count: halted, about the head, heard in this life."""
+        if self.head is None:
+            return {}
+        number = self.head.number
+        reports = {one: self.heard[one].report for one in sorted(self.heard)}
+        return {one: r for one, r in reports.items() if r.halted and r.seen == number and r.installed}
+
+    def _turn(self, now: float) -> list[MemberOutgoing]:
+        head = self.head
+        if head is None or self.end:
+            return []
+        if self.core.phase is Phase.WAITING:
+            self._begin_life(now)
+            if self.core.phase is not Phase.SERVING:
+                return []
+        out: list[MemberOutgoing] = []
+        if self.halting_since is None and (self.got() or self.changes.stuck(now)):
+            self.halting_since = now
+            out += self._orders()
+        if self.halting_since is not None:
+            return [*out, *self._decide(now)]
+        return [*out, *self.changes.turn(now)]
+
+    def _begin_life(self, now: float) -> None:
+        """A dead rank can't report to a life that begins; with the job's records in the store, those that halted do."""
+        got, head = self.got(), self.head
+        assert head is not None
+        if not got:
+            self.halting_since = None
+            return
+        self.halting_since = now if self.halting_since is None else self.halting_since
+        if not self._waits_for(self._top(got), got, now):
+            self.core.begin_life((report.fence for report in got.values()), now)
+
+    def _top(self, got: dict[int, MemberReport]) -> MembershipRecord:
+        """What the death record follows: the highest that some report has installed, or the last that is a fact."""
+        facts = [record.number for record in self.ledger.records if record.kind != "change"]
+        number = max([*(report.installed for report in got.values()), *facts[-1:]])
+        record = self.ledger.find(number)
+        assert record is not None
+        return record
+
+    def _waits_for(self, top: MembershipRecord, got: dict[int, MemberReport], now: float) -> list[int]:
+        """Members that may still report."""
+        assert self.halting_since is not None
+        waiting = []
+        for member in top.members:
+            if member.number in got or member.identity in self._gone:
+                continue
+            known = self.heard.get(member.number)
+            spoke = self.halting_since if known is None else max(known.at, self.halting_since)
+            if now - spoke < self.limits.silent_s and now - self.halting_since < self.limits.busy_s:
+                waiting.append(member.number)
+        return waiting
+
+    def _decide(self, now: float) -> list[MemberOutgoing]:
+        """The death record, once everybody that lives has reported."""
+        got = self.got()
+        if not got:
+            return []
+        top = self._top(got)
+        if self._waits_for(top, got, now):
+            return []
+        numbers = self._fit(top, got)
+        if not numbers:
+            return []
+        record = self._death(top, numbers, got)
+        if isinstance(record, str):
+            return self._end_job(record)
+        if not self.ledger.add(record, epoch=self.core.epoch, now=self._stamp()):
+            return []
+        self.deaths += len(top.members) - len(record.members)
+        self.failures += 1
+        self.halting_since = None
+        self.core.take_membership(record)
+        self.changes.dropped()
+        self.notices.append(Notice("membership", record.text))
+        listeners = dict.fromkeys((*self.concerned(), *top.numbers, *got))
+        return [
+            MemberOutgoing(self.heard[one].peer, RecordMessage(self.core.epoch, record))
+            for one in listeners
+            if one in self.heard
+        ]
+
+    def _fit(self, top: MembershipRecord, got: dict[int, MemberReport]) -> list[int]:
+        """Members that reported and can take their place; one less where they have failed to form too often."""
+        numbers = [one for one in top.numbers if one in got]
+        fit = [one for one in numbers if not got[one].unfit]
+        if len(fit) == len(numbers) and self.failures >= self.limits.failures and len(fit) > 1:
+            self.failures = 0
+            blame = Counter(one for report in got.values() for one in report.missing if one in fit)
+            fit.remove(max(fit, key=lambda one: (blame[one], fit.index(one))))
+        return fit or numbers[:0]
+
+    def _death(
+        self, top: MembershipRecord, numbers: list[int], got: dict[int, MemberReport]
+    ) -> MembershipRecord | str:
+        """The record, or why the job can't go on."""
+        assert self.head is not None
+        local = top.num_local_slots
+        members = tuple(member for member in top.members if member.number in numbers)
+        experts = top.shape.num_logical_experts
+        if len(members) * local < experts:
+            return (
+                f"{len(members)} ranks with {local} slots each are left, they can't hold {experts} experts: "
+                f"{-(-experts // local)} are needed"
+            )
+        completed = []
+        for number in numbers:
+            done = got[number].completed
+            for record in self.ledger.records:
+                if got[number].installed < record.number <= top.number and record.kind == "death":
+                    done = min(done, record.done)
+            completed.append(done)
+        catch: dict[int, CaughtVote] = {}
+        for report in got.values():
+            for vote in report.votes:
+                if vote.membership not in catch or vote.vote > catch[vote.membership].vote:
+                    catch[vote.membership] = vote
+        gone = [one for one in top.numbers if one not in numbers]
+        number = self.head.number + 1
+        text = f"membership {number}: {len(members)} ranks of {len(top.members)}"
+        if gone:
+            text += f", gone: member{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone[:8]))}"
+        return MembershipRecord(
+            job=top.job,
+            number=number,
+            prev=top.number,
+            kind="death",
+            run=self._random_bits(62) or 1,
+            key=self.core.reserve_key(),
+            members=members,
+            shape=shape_of(top, members),
+            done=min(completed),
+            catch=tuple(catch[one] for one in sorted(catch)),
+            text=text,
+        )
+
+    def new_record(self, members: tuple, columns: bytes, text: str) -> MembershipRecord:  # type: ignore[type-arg]
+        """A record of kind "change" behind the head."""
+        assert self.head is not None
+        base = self.base()
+        return MembershipRecord(
+            job=base.job,
+            number=self.head.number + 1,
+            prev=base.number,
+            kind="change",
+            run=self._random_bits(62) or 1,
+            key=self.core.reserve_key(),
+            members=members,
+            shape=shape_of(base, members),
+            columns=columns,
+            text=text,
+        )
+
+    def keep(self, record: MembershipRecord) -> bool:
+        """Keep a record of kind "change"."""
+        if not self.ledger.add(record, epoch=self.core.epoch, now=self._stamp()):
+            return False
+        self.notices.append(Notice("membership", record.text))
+        return True
+
+    def _give_up_change(self, why: str) -> None:
+        assert self.head is not None
+        if self.head.number not in self.void:
+            self.void.add(self.head.number)
+            self.changes.dropped()
+            self.notices.append(Notice("membership", f"membership {self.head.number} is given up: {why}"))
+
+    def _end_job(self, text: str) -> list[MemberOutgoing]:
+        self.end = text
+        self.notices.append(Notice("membership", f"the job ends: {text}"))
+        return self._orders()
+
+    # --------------------------------------------------------------------------------------- orders
+
+    def _order(self, number: int) -> list[MemberOutgoing]:
+        known, head = self.heard[number], self.head
+        if head is None or not self.core.epoch:
+            return []
+        installed = known.report.installed
+        order = MemberOrder(
+            job=head.job,
+            epoch=self.core.epoch,
+            head=head.number,
+            halt=head.number if self.halting_since is not None else 0,
+            go=head.number if self.changes.go == head.number else 0,
+            served=installed if installed in self.served else 0,
+            end=self.end,
+        )
+        return [MemberOutgoing(known.peer, order)]
+
+    def _orders(self) -> list[MemberOutgoing]:
+        return self.orders(self.concerned())
+
+    def orders(self, numbers: Iterable[int]) -> list[MemberOutgoing]:
+        """Where the job stands, for these members as far as they were heard."""
+        return [one for number in numbers if number in self.heard for one in self._order(number)]
+
+
+def shape_of(record: MembershipRecord, members: tuple) -> JobShape:  # type: ignore[type-arg]
+    """The job's shape with these members: as many slots a rank as before."""
+    old = record.shape
+    return JobShape(
+        num_layers=old.num_layers,
+        num_logical_experts=old.num_logical_experts,
+        num_slots=record.num_local_slots * len(members),
+        ep_size=len(members),
+        num_nodes=nodes_of(members),
+        top_k=old.top_k,
+        shared_counts=old.shared_counts,
+        model=old.model,
+    )
