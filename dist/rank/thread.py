@@ -304,6 +304,15 @@ class AgentThread:
             _, steps = self.waiting()
         return steps is None and unsent.in_flight_steps is None and unsent.open_steps is None
 
+    def hand_back(self, limit_s: float) -> None:
+        """Put all that was taken into the core's stream, stop, and close the socket without a word."""
+        deadline = time.monotonic() + limit_s
+        self._partial_ends = True
+        self.wake()
+        while self._thread.is_alive() and self.waiting()[1] is not None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self.close(0.0, goodbye=False)
+
     def close(self, limit_s: float, *, goodbye: bool) -> bool:
         """Wait up to `limit_s` for what is unsent, then stop and close the socket; False if something is unsent.
 
