@@ -11,16 +11,18 @@ SOURCES := $(shell find evenroute eplb routing dist tools -name '*.py' -o -name 
 STAMP   := $(VENV)/.installed-$(SOURCES)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-slow simulate mutants soak test-gpu test-multigpu test-release lint format types ci wheel clean
+.PHONY: help install demo test test-slow simulate mutants soak test-gpu test-multigpu test-release lint format types versions ci wheel clean
 
 help:
 	@echo "make demo      set up $(VENV) and run the main job on $(RANKS) ranks"
 	@echo "make test      set up $(VENV) and run the tests (under 15 minutes on two cores)"
 	@echo "make test-slow the long suites: simulator, chaos, scale, fuzz"
 	@echo "make simulate  100,000 seeded schedules of faults on the switch protocol (SEEDS=A:B)"
-	@echo "make mutants   planted faults against the tests of their files; make soak: a hostile peer for MINUTES=$(MINUTES)"
+	@echo "make mutants   plants small faults in protocol, store, transfer and planner; prints those no test notices (SAMPLE=N, FILES=GLOB)"
+	@echo "make soak      one hostile peer beside 32 honest ranks for 10 minutes (MINUTES=N)"
 	@echo "make test-gpu  the suite for one GPU; make test-multigpu for two or more"
 	@echo "make test-release  build wheel and sdist, run them in a fresh environment; make demo in a clean copy"
+	@echo "make versions  the same sources with other versions of Python, torch and triton (.ci/versions)"
 	@echo "make lint | format | types | wheel | ci | clean"
 
 install: $(STAMP)
@@ -34,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@rm -f $(VENV)/.installed-*; touch $(STAMP)
 
 demo: install
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m evenroute.tools.stress --routing zipf --steps $(STEPS)
+	$(BIN)/evenroute stress --nproc-per-node $(RANKS) --routing zipf --steps $(STEPS)
 
 # Compiled here once, so that no test waits for the compiler of the planner.
 test: install
@@ -49,15 +51,15 @@ SEEDS ?= 0:100000
 simulate: install
 	cd tests && $(abspath $(BIN))/python -m support.simulator --seeds $(SEEDS) --jobs $$(nproc)
 
-# Small faults planted one by one, each against the tests of its file; MUTANTS="FILE ... --sample N" for a part.
-MUTANTS ?=
+# Generated faults against the unit tests; a survivor is a missing test, or is explained in tests/support/mutants.md.
+SAMPLE ?= 400
+FILES ?= *
 mutants: install
-	cd tests && nice $(abspath $(BIN))/python -m support.mutants --jobs $$(nproc) $(MUTANTS)
+	cd tests && $(abspath $(BIN))/python -m support.mutants --sample $(SAMPLE) --files '$(FILES)' --jobs $$(nproc)
 
-# One hostile peer beside 32 honest ranks.
-MINUTES ?= 30
+MINUTES ?= 10
 soak: install
-	EVENROUTE_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m slow tests/dist/chaos/test_soak.py -s
+	EVENROUTE_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -n 0 -m slow -s tests/dist/chaos/test_soak.py
 
 test-gpu: install
 	$(BIN)/python -m pytest -m "gpu"
@@ -79,6 +81,10 @@ types: install
 # `make demo` in a clean copy of the sources.
 test-release: install
 	$(BIN)/python -m pytest -m "slow" tests/deploy/test_release.py tests/docs/test_make_demo.py
+
+# Other versions of Python, torch and triton, as far as they are to be had here.
+versions:
+	bash .ci/versions $(VERSIONS)
 
 wheel: install
 	$(BIN)/python -m build --outdir build/out

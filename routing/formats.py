@@ -16,17 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenroute.eplb._checks import require_instance, require_int
 from evenroute.routing.align.align import moe_align_block_size
-from evenroute.routing.call_checks import require_layer, require_logits
 from evenroute.routing.output import RoutingOutput
 from evenroute.routing.reference import bf16_bits
 from evenroute.routing.router import Router
-from evenroute.routing.settings.checks import ID_DTYPES, WEIGHT_DTYPES, require_tensor
 from evenroute.routing.tables.tables import DispatchTables
 
 FORMATS = ("standard", "packed", "ragged", "bypassed")
-_CALL_ARGUMENTS = tuple(Router.__call__.__kwdefaults__ or ())
 MAX_PACKED = 1 << 15
 """Physical ids that fit beside a weight of 16 bits and a sign."""
 
@@ -38,14 +34,9 @@ def pack_ids(physical_ids: Tensor, weights: Tensor, *, num_buckets: int | None =
     it they are looked at, for which the host waits if they lie on a GPU.
 
     Raises:
-        ValueError: ids are no integers or do not fit in 15 bits (-1 for none), weights are of another form.
+        ValueError: ids do not fit in 15 bits (-1 for none).
     """
-    require_tensor("physical_ids", physical_ids, dtypes=ID_DTYPES)
-    shape, device = tuple(physical_ids.shape), physical_ids.device
-    require_tensor("weights", weights, shape, dtypes=WEIGHT_DTYPES, device=device)
-    if num_buckets is not None:
-        require_int("num_buckets", num_buckets, 1, MAX_PACKED)
-    elif physical_ids.numel():
+    if num_buckets is None and physical_ids.numel():
         least, most = (int(bound) for bound in physical_ids.aminmax())
         if least < -1 or most >= MAX_PACKED:
             raise ValueError(
@@ -56,8 +47,7 @@ def pack_ids(physical_ids: Tensor, weights: Tensor, *, num_buckets: int | None =
 
 
 def unpack_ids(packed_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """`[T, C] int32` -> (weights fp32, physical_ids int32), -1 and 0 in padding rows; ValueError for another dtype."""
-    require_tensor("packed_ids", packed_ids, dtypes=(torch.int32,))
+    """`[T, C] int32` -> (weights fp32, physical_ids int32), -1 and 0 in padding rows."""
     # The low half as a signed 16-bit number, as int16 wants it.
     bits = ((packed_ids << 16) >> 16).to(torch.int16)
     return bits.view(torch.bfloat16).float(), packed_ids >> 16
@@ -81,7 +71,6 @@ class PackedRouting:
         Raises:
             ValueError: ids or weights were not emitted, or ids need more than 15 bits.
         """
-        require_instance("output", output, RoutingOutput)
         packed = output.packed_ids
         if packed is None or "packed_ids" not in output.emitted:
             _require_emitted("packed", output)
@@ -125,19 +114,12 @@ class RaggedRouting:
     num_buckets: int
 
     @classmethod
-    def from_output(
-        cls, output: RoutingOutput, num_buckets: int | None = None, *, backend: str = "auto"
-    ) -> RaggedRouting:
-        """`num_buckets`: number of physical ids, the output's own. Uses the slot histogram if there is one.
+    def from_output(cls, output: RoutingOutput, *, backend: str = "auto") -> RaggedRouting:
+        """Uses the slot histogram if there is one.
 
         Raises:
-            ValueError: ids or weights were not emitted, or `num_buckets` is another number: choices would get lost.
+            ValueError: ids or weights were not emitted.
         """
-        require_instance("output", output, RoutingOutput)
-        if num_buckets is not None:
-            require_int("num_buckets", num_buckets, 1)
-        if num_buckets not in (None, output.num_buckets):
-            raise ValueError(f"num_buckets={num_buckets}: the output has {output.num_buckets} physical ids")
         num_buckets = output.num_buckets
         _require_emitted("ragged", output)
         ids = output.physical_ids
@@ -199,14 +181,8 @@ class BypassedRouting:
         """`arguments`: further ones of `Router.__call__`, for `to_standard`. Reads the tables: not in a captured step.
 
         Raises:
-            ValueError: the layer's placement is not trivial, or the router would not take these logits or arguments.
+            ValueError: the layer's placement is not trivial.
         """
-        require_instance("router", router, Router)
-        require_layer(layer, router.tables.num_layers)
-        require_logits(router.plan, logits)
-        for name in arguments:
-            if name not in _CALL_ARGUMENTS:
-                raise ValueError(f"{name} is not one of a call's arguments: {', '.join(_CALL_ARGUMENTS)}")
         require_trivial(router.tables, layer)
         return cls(router, logits, layer, hidden_states, arguments)
 
@@ -217,8 +193,6 @@ class BypassedRouting:
 
 def require_trivial(tables: DispatchTables, layer: int) -> None:
     """Raise ValueError, with the reason, unless slot p of the layer holds expert p and there are no other slots."""
-    require_instance("tables", tables, DispatchTables)
-    require_layer(layer, tables.num_layers)
     if tables.num_slots != tables.num_logical_experts:
         raise ValueError(
             f"bypassed: layer {layer} has {tables.num_slots} slots for {tables.num_logical_experts} experts; a "
@@ -239,9 +213,6 @@ def _require_emitted(name: str, output: RoutingOutput) -> None:
     for field in ("weights", "physical_ids"):
         if field not in output.emitted:
             raise ValueError(f"{name}: needs {field}, which the router's emit leaves out")
-    if output.weights.shape != output.physical_ids.shape:
-        shapes = f"{list(output.weights.shape)} and {list(output.physical_ids.shape)}"
-        raise ValueError(f"{name}: weights and physical_ids must have one shape, found {shapes}")
 
 
 def _standard(

@@ -14,9 +14,8 @@ from evenroute.routing.call_checks import check_call
 from evenroute.routing.gradient import wants_gradient
 from evenroute.routing.kernels.plan import supports_groups
 from evenroute.routing.output import RouteCall, RoutingOutput, allocate_output
-from evenroute.routing.reference import route_reference
-from evenroute.routing.router import BACKENDS, Router, require_interpreter
-from evenroute.routing.settings.checks import WEIGHT_DTYPES, fits, require_tensor
+from evenroute.routing.router import BACKENDS, Router, launch, require_interpreter
+from evenroute.routing.settings.checks import fits, require_tensor
 from evenroute.routing.waterfill import waterfill_columns
 
 MAX_FUSED_TOKENS = 128  # the crossover: see `GateRouter`
@@ -57,24 +56,6 @@ def plan_gate(num_experts: int, hidden_size: int, num_tokens: int, num_processor
     return GatePlan(tiles, parts, slice_length, block_rows, rows)
 
 
-def summation_error(hidden: Tensor, gate_weight: Tensor, slice_length: int | None = None) -> Tensor:
-    """Bound [T, E] float64 on |logit - exact logit| of the fused GEMM.
-
-    Products of two bf16 or fp16 numbers are exact in fp32. A matrix instruction aligns 16 products and the running
-    sum to their largest exponent and cuts below fp32's last place: each of the 17 loses less than 2^-23 of the
-    largest, which is at most m = sum |x_i w_i|. A slice of n products takes n / 16 such steps; adding the slices
-    rounds once each. So |error| <= (17 n / 16 + slices) * 2^-23 * m.
-    """
-    require_tensor("hidden", hidden, ("T", "H"), dtypes=GATE_DTYPES)
-    length = hidden.shape[1]
-    require_tensor("gate_weight", gate_weight, ("E", length), dtypes=GATE_DTYPES, device=hidden.device)
-    if slice_length is not None:
-        require_int("slice_length", slice_length, 1)
-    n = length if slice_length is None else slice_length
-    steps = 17 * -(-n // 16) + -(-length // n)
-    return steps * 2.0**-23 * (hidden.double().abs() @ gate_weight.double().abs().T)
-
-
 class GateRouter:
     """A router with its gate's matrix product: `hidden [T, H]` and `gate_weight [E, H]` instead of logits.
 
@@ -91,7 +72,8 @@ class GateRouter:
     backend           default: the router's; "interpret" runs the two phases of the kernel on CPU tensors, for tests
     pdl               programmatic dependent launch (Hopper and later)
 
-    The fp32 logits are sums in an order that depends on the batch size's power of two: see `summation_error`.
+    The fp32 logits are sums in an order that depends on the batch size's power of two. A fused logit of n products in s
+    slices is off by at most (17 n / (16 s) + s) * 2^-23 * sum |x_i w_i|.
 
     Raises:
         ValueError: the router has a custom routing function, or a number is out of range.
@@ -166,26 +148,12 @@ class GateRouter:
         """
         router = self.router
         self._check(hidden, gate_weight)
-        if wants_gradient(hidden, gate_weight):
-            # A backward pass needs the logits; the fused launch keeps none.
+        tokens, gradient = hidden.shape[0], wants_gradient(hidden, gate_weight)
+        fused = not gradient and self.fuses(tokens)
+        if gradient:  # a backward pass needs the logits; the fused launch keeps none
             logits = torch.nn.functional.linear(hidden.float(), gate_weight.float())
-            return router(
-                logits,
-                layer,
-                num_valid_tokens=num_valid_tokens,
-                row_offset=row_offset,
-                bias=bias,
-                marked_bias=marked_bias,
-                token_marker=token_marker,
-                expert_ids_by_token=expert_ids_by_token,
-                token_ids=token_ids,
-                count=count,
-                waterfill_target=waterfill_target,
-                out=out,
-            )
-        tokens = hidden.shape[0]
-        fused = self.fuses(tokens)
-        logits = self._logits[:tokens] if fused else gate_logits(hidden, gate_weight)
+        else:
+            logits = self._logits[:tokens] if fused else gate_logits(hidden, gate_weight)
         call = RouteCall(
             num_tokens=tokens,
             layer=layer,
@@ -200,6 +168,8 @@ class GateRouter:
             count=count,
             route_padding=route_padding,
         )
+        if gradient:
+            return router.run(call, waterfill_target, out)
         check_call(router.plan, call, waterfill_target, out)
         if out is None:
             out = allocate_output(router.plan, tokens, router.tables.device)
@@ -207,14 +177,9 @@ class GateRouter:
             phases = ("both",) if self.backend == "triton" else ("gemm", "route")
             for phase in phases:
                 self.launch(phase, hidden, gate_weight, call, out)
-        elif self.backend == "reference":
-            route_reference(router.plan, call, out)
         else:
-            from evenroute.routing.launch import route_kernel
-
-            route_kernel(router.plan, call, out, pdl=self.pdl)
-        if router.config.shared_mode == "waterfill" and router.config.num_shared_experts:
-            waterfill_columns(router.plan, call, out, waterfill_target)
+            launch(router.plan, call, out, backend=self.backend, pdl=self.pdl)
+        waterfill_columns(router.plan, call, out, waterfill_target)
         return out
 
     def fuses(self, num_tokens: int) -> bool:
@@ -229,7 +194,6 @@ class GateRouter:
         self, phase: str, hidden: Tensor, gate_weight: Tensor, call: RouteCall, out: RoutingOutput
     ) -> None:
         """Enqueue "both" phases as one launch, or "gemm" or "route" alone (tests, benchmarks, the interpreter)."""
-        require_choice("phase", phase, ("both", "gemm", "route"))
         from evenroute.routing.kernels.gate import gate_route
         from evenroute.routing.launch import launch_arguments, with_rows
 
@@ -300,10 +264,7 @@ class GateRouter:
 
 @torch.no_grad()
 def gate_logits(hidden: Tensor, gate_weight: Tensor) -> Tensor:
-    """`hidden [T, H] @ gate_weight [E, H].T` in fp32, [T, E]; ValueError where they do not fit."""
-    require_tensor("hidden", hidden, ("T", "H"), dtypes=WEIGHT_DTYPES)
-    shape = ("E", hidden.shape[1])
-    require_tensor("gate_weight", gate_weight, shape, dtypes=(hidden.dtype,), device=hidden.device)
+    """`hidden [T, H] @ gate_weight [E, H].T` in fp32, [T, E]."""
     if hidden.is_cuda:
         return torch.mm(hidden, gate_weight.t(), out_dtype=torch.float32)
     return hidden.float() @ gate_weight.float().t()

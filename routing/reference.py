@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evenroute.eplb._checks import require_instance, require_int
 from evenroute.routing.dispatch import (
     deal_tickets,
     hash_rows,
@@ -25,12 +24,6 @@ from evenroute.routing.dispatch import (
 )
 from evenroute.routing.output import RouteCall, RouterPlan, RoutingOutput
 from evenroute.routing.scores import SCORES, row_sum, softcap, softmax
-from evenroute.routing.settings.checks import (
-    BIAS_DTYPES,
-    MARKER_DTYPES,
-    WEIGHT_DTYPES,
-    require_tensor,
-)
 from evenroute.routing.settings.config import MAX_EXPERTS, RouterConfig
 
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -60,11 +53,7 @@ def score_experts(
     """Scores that weigh and keys that choose.
 
     logits [T, E] any float dtype; bias [E] or [T, E]; marked_bias [E] replaces bias in rows with token_marker [T].
-
-    Raises:
-        ValueError: types, shapes, dtypes or devices do not fit.
     """
-    _check_scored(logits, config, bias, marked_bias, token_marker)
     values = logits.float().clamp(max=FLOAT_MAX)
     if config.scoring == "softmax":
         if config.softcap is not None:
@@ -79,26 +68,6 @@ def score_experts(
     row_bias = _row_bias(bias, marked_bias, token_marker)
     keys = base if row_bias is None else base + row_bias
     return Scores(scores, keys)
-
-
-def _check_scored(
-    logits: Tensor,
-    config: RouterConfig,
-    bias: Tensor | None,
-    marked_bias: Tensor | None,
-    token_marker: Tensor | None,
-) -> None:
-    require_instance("config", config, RouterConfig)
-    experts = config.num_experts
-    require_tensor("logits", logits, ("T", experts), dtypes=WEIGHT_DTYPES)
-    rows, device = logits.shape[0], logits.device
-    if bias is not None:
-        require_tensor("bias", bias, (experts,), (rows, experts), dtypes=BIAS_DTYPES, device=device)
-    if (marked_bias is None) != (token_marker is None):
-        raise ValueError("marked_bias and token_marker come together, found one of them")
-    if marked_bias is not None:
-        require_tensor("marked_bias", marked_bias, (experts,), dtypes=BIAS_DTYPES, device=device)
-        require_tensor("token_marker", token_marker, (rows,), dtypes=MARKER_DTYPES, device=device)
 
 
 def _row_bias(bias: Tensor | None, marked: Tensor | None, marker: Tensor | None) -> Tensor | None:
@@ -138,9 +107,7 @@ def select_largest(ordered: Tensor, count: int) -> Tensor:
 
     Value and inverted position share one int64, so no two are equal and topk leaves nothing open.
     """
-    require_tensor("ordered", ordered, ("T", "E"), dtypes=(torch.int32,))
     width = ordered.shape[1]
-    require_int("count", count, 1, width)
     pairs = torch.empty((*ordered.shape, 2), dtype=torch.int32, device=ordered.device)
     pairs[..., 0] = width - 1 - torch.arange(width, device=ordered.device)
     pairs[..., 1] = ordered
@@ -149,15 +116,8 @@ def select_largest(ordered: Tensor, count: int) -> Tensor:
     return (width - 1) - (top & 0xFFFFFFFF)
 
 
-def select_by_stable_sort(ordered: Tensor, count: int) -> Tensor:
-    """The same by a whole stable sort: the oracle of `select_largest`."""
-    return torch.sort(ordered, dim=1, descending=True, stable=True).indices[:, :count]
-
-
 def select_experts(keys: Tensor, config: RouterConfig) -> Tensor:
-    """`keys [T, E]` fp32 -> `ids [T, K] int64`, distinct, by descending key; ValueError for another form."""
-    require_instance("config", config, RouterConfig)
-    require_tensor("keys", keys, ("T", config.num_experts), dtypes=(torch.float32,))
+    """`keys [T, E]` fp32 -> `ids [T, K] int64`, distinct, by descending key."""
     ordered = order_keys(keys)
     if config.grouped:
         ordered = torch.where(keep_groups(keys, config), ordered, EXCLUDED_KEY)
@@ -166,11 +126,6 @@ def select_experts(keys: Tensor, config: RouterConfig) -> Tensor:
 
 def gather_scores(scores: Scores, ids: Tensor) -> Tensor:
     """Scores of the chosen ids `[T, K]`; 0 where the key is NaN or -inf, or the id is outside [0, E)."""
-    require_instance("scores", scores, Scores)
-    require_tensor("scores.scores", scores.scores, ("T", "E"), dtypes=(torch.float32,))
-    shape, device = tuple(scores.scores.shape), scores.scores.device
-    require_tensor("scores.keys", scores.keys, shape, dtypes=(torch.float32,), device=device)
-    require_tensor("ids", ids, (scores.keys.shape[0], "K"), dtypes=(torch.int64,), device=device)
     inside = (ids >= 0) & (ids < scores.scores.shape[1])
     safe = torch.where(inside, ids, 0)
     keys = scores.keys.gather(1, safe)
@@ -183,8 +138,6 @@ def finish_weights(weights: Tensor, config: RouterConfig) -> Tensor:
 
     Given weights may be so large that their sum is not: such a row (`HUGE_WEIGHT`) is divided by a power of two first.
     """
-    require_instance("config", config, RouterConfig)
-    require_tensor("weights", weights, ("T", config.top_k), dtypes=WEIGHT_DTYPES)
     weights = weights.float().nan_to_num(nan=0.0, posinf=FLOAT_MAX, neginf=0.0)
     if config.renormalize:
         shrink = torch.where((weights >= HUGE_WEIGHT).any(dim=1, keepdim=True), HUGE_SHRINK, 1.0)
@@ -206,8 +159,6 @@ def bf16_bits(weights: Tensor) -> Tensor:
 
 def sort_columns(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Columns by rising expert id; ids outside [0, MAX_EXPERTS) last."""
-    require_tensor("ids", ids, ("T", "K"), dtypes=(torch.int64,))
-    require_tensor("weights", weights, tuple(ids.shape), dtypes=WEIGHT_DTYPES, device=ids.device)
     inside = (ids >= 0) & (ids < MAX_EXPERTS)
     order = torch.sort(torch.where(inside, ids, MAX_EXPERTS), dim=1, stable=True).indices
     return ids.gather(1, order), weights.gather(1, order)

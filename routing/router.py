@@ -194,25 +194,20 @@ class Router:
             route_padding,
             keep_weights,
         )
+        return self.run(call, waterfill_target, out)
+
+    def run(
+        self, call: RouteCall, waterfill_target: Tensor | None, out: RoutingOutput | None
+    ) -> RoutingOutput:
+        """`__call__` with its arguments put together."""
         check_call(self.plan, call, waterfill_target, out)
         if wants_gradient(call.logits, call.given_weights) and "weights" in self.plan.emit:
             return self._with_gradient(call, waterfill_target, out)
         if out is None:
             out = allocate_output(self.plan, call.num_tokens, self.tables.device)
-        self._launch(self.plan, call, waterfill_target, out)
+        launch(self.plan, call, out, backend=self.backend, pdl=self.pdl)
+        waterfill_columns(self.plan, call, out, waterfill_target)
         return out
-
-    def _launch(
-        self, plan: RouterPlan, call: RouteCall, waterfill_target: Tensor | None, out: RoutingOutput
-    ) -> None:
-        if self.backend == "reference":
-            route_reference(plan, call, out)
-        else:
-            from evenroute.routing.launch import route_kernel
-
-            route_kernel(plan, call, out, pdl=self.pdl)
-        if self.config.shared_mode == "waterfill" and self.config.num_shared_experts:
-            waterfill_columns(plan, call, out, waterfill_target)
 
     def _with_gradient(
         self, call: RouteCall, waterfill_target: Tensor | None, out: RoutingOutput | None
@@ -225,7 +220,8 @@ class Router:
         if out is not None:
             ids = buffers.logical_ids if out.logical_ids is None else out.logical_ids
             buffers = replace(out, logical_ids=ids, emitted=names)
-        self._launch(plan, call, waterfill_target, buffers)
+        launch(plan, call, buffers, backend=self.backend, pdl=self.pdl)
+        waterfill_columns(plan, call, buffers, waterfill_target)
         assert buffers.logical_ids is not None
         source = call.logits if call.given_weights is None else call.given_weights
         width = self.config.top_k if call.given_ids is None else call.given_ids.shape[1]
@@ -252,6 +248,16 @@ class Router:
             parts = f"({describe(found[0])}, {describe(found[1])})" if pair else describe(found)
             raise ValueError(f"custom_routing_function must return (weights, logical_ids), found {parts}")
         return found[0], found[1]
+
+
+def launch(plan: RouterPlan, call: RouteCall, out: RoutingOutput, *, backend: str, pdl: bool) -> None:
+    """Route one checked batch into `out`, by the kernel or in plain torch."""
+    if backend == "reference":
+        route_reference(plan, call, out)
+    else:
+        from evenroute.routing.launch import route_kernel
+
+        route_kernel(plan, call, out, pdl=pdl)
 
 
 def _checked_emit(emit: Any, config: RouterConfig) -> tuple[str, ...]:

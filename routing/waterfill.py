@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evenroute.eplb._checks import require_int
 from evenroute.routing.output import RouteCall, RouterPlan, RoutingOutput
-from evenroute.routing.settings.checks import require_tensor
-
-_LOAD_DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)
 
 
 def waterfill_ranks(load: Tensor, target: Tensor, num_tokens: int, ep_rank: int) -> Tensor:
@@ -20,10 +16,6 @@ def waterfill_ranks(load: Tensor, target: Tensor, num_tokens: int, ep_rank: int)
 
     Worked example: deficits [2, 0, 1] and 3 tokens on rank 2 -> [0, 2, 0] (after one token ranks 0 and 2 are level).
     """
-    require_tensor("load", load, ("R",), dtypes=_LOAD_DTYPES)
-    require_tensor("target", target, tuple(load.shape), dtypes=_LOAD_DTYPES, device=load.device)
-    require_int("num_tokens", num_tokens, 0)
-    require_int("ep_rank", ep_rank, 0, load.numel() - 1)
     deficit = (target - load).to(torch.int64)
     # Token j of rank r is taken at level deficit[r] - j: a merge of the ranks' descending levels.
     ranks = torch.arange(deficit.numel(), device=load.device)
@@ -39,10 +31,14 @@ def waterfill_ranks(load: Tensor, target: Tensor, num_tokens: int, ep_rank: int)
 def waterfill_columns(plan: RouterPlan, call: RouteCall, out: RoutingOutput, target: Tensor | None) -> None:
     """Move the shared columns of `out` to the ranks that `waterfill_ranks` names, in place and without a host sync.
 
+    Nothing is done unless the configuration is `shared_mode="waterfill"` with shared experts.
+
     A few torch operations behind the launch: the ranks' loads exist only once the whole batch is routed.
     target [R]: slots that each rank should have from this batch; default the mean, shared columns included.
     """
     config, tables = plan.config, plan.tables
+    if config.shared_mode != "waterfill" or not config.num_shared_experts:
+        return
     top_k, shared, ep_size = config.top_k, config.num_shared_experts, tables.topology.ep_size
     if call.num_tokens == 0:
         return

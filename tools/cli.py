@@ -1,6 +1,6 @@
 """The `evenroute` command: a thin shell that finds its commands in `tools/commands/<name>.py`.
 
-A command module has one function `register(app)`. It is imported only when its command (or the
+A command module holds a function of its own name, or `SUBCOMMANDS`. It is imported only when its command (or the
 general help) is asked for, so that `evenroute status` never pays for numba, and nothing here needs torch.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import typer
 
-from evenroute.tools.errors import fail
+from evenroute.tools.errors import fail, one_line_errors
 from evenroute.tools.report.words import plain_streams
 
 
@@ -50,9 +50,25 @@ def build_app(names: list[str]) -> typer.Typer:
             raise typer.Exit
 
     for name in names:
-        importlib.import_module(f"evenroute.tools.commands.{name}").register(app)
+        add_command(app, name)
     whole_short_helps(app)
     return app
+
+
+def add_command(app: typer.Typer, name: str) -> None:
+    """Adds `commands/NAME.py`; every command ends wrong use with one line and exit status 2."""
+    module = importlib.import_module(f"evenroute.tools.commands.{name}")
+    subcommands = getattr(module, "SUBCOMMANDS", ())
+    if subcommands:
+        group = typer.Typer(help=module.HELP, no_args_is_help=True)
+        for function in subcommands:
+            group.command()(one_line_errors(function))
+        app.add_typer(group, name=name)
+    elif getattr(module, "FORWARDS", False):  # flags, --help too, to a parser of its own
+        forward = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+        app.command(context_settings=forward)(one_line_errors(getattr(module, name)))
+    else:
+        app.command()(one_line_errors(getattr(module, name)))
 
 
 def whole_short_helps(app: typer.Typer) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+Address = Annotated[str, typer.Argument(help="ipc://PATH or tcp://HOST:PORT of the rebalancer.")]
 NumExperts = Annotated[int | None, typer.Option(min=1, help="Experts, where a file does not state them.")]
 Layout = Annotated[
     str | None,

@@ -33,7 +33,8 @@ from torch import Tensor
 
 from evenroute.dist.engines.loads import host_loads, host_rows
 from evenroute.eplb._checks import as_integer, describe, require_choice, require_text
-from evenroute.eplb.placement.placement import Placement, replica_counts
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.shares import count_replicas
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.plan import plan_placement
 
@@ -110,7 +111,7 @@ def plan_maps(
     assert plan.placement.shares is None, "vLLM spreads tokens evenly over replicas"
     logger.info("EPLB: %s; %d slots move", plan.reason, int(plan.moves.sum()))
     rows = plan.placement.physical_to_logical.astype(np.int64)
-    counts = replica_counts(rows, num_experts).astype(np.int64)
+    counts = count_replicas(rows, num_experts).astype(np.int64)
     arrays = (rows, _logical_to_physical(rows, counts, num_replicas - num_experts + 1), counts)
     return ExpertMaps(*(torch.from_numpy(array).to(weight.device) for array in arrays))
 

@@ -18,7 +18,6 @@ from evenroute.eplb.placement.placement import (
     DIGEST_MASK,
     Placement,
     PlacementRow,
-    even_shares,
     placement_digest,
     row_digest,
 )
@@ -44,15 +43,8 @@ class Version:
     @classmethod
     def of(cls, key: Key, placement: Placement) -> "Version":
         """Compute rows and digests of ``placement`` (milliseconds at 92 x 1,024 slots: not on the forward thread)."""
-        slots, shares = placement.physical_to_logical, placement.shares
-        uneven = np.zeros(len(slots), dtype=bool)
-        if shares is not None:
-            uneven = (shares != even_shares(slots)).any(axis=1)
-        rows = tuple(
-            PlacementRow(slots[layer], shares[layer] if shares is not None and uneven[layer] else None)
-            for layer in range(len(slots))
-        )
-        digests = tuple(row_digest(row.slots, row.shares) for row in rows)
+        rows = tuple(placement.rows())
+        digests = tuple(row_digest(*row) for row in rows)
         return cls(key, placement, rows, digests, placement_digest(digests))
 
 

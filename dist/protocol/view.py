@@ -120,7 +120,7 @@ class RunView:
         found: dict[int, PlacementRow] = {}
         for layer in range(placement.num_layers):
             row = placement.row(layer)
-            digest = row_digest(row.slots, row.shares)
+            digest = row_digest(*row)
             if digest in self._missing:
                 found[digest] = row
         self._rows.update(found)

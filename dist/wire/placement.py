@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from evenroute.dist.wire.messages import JobShape, WirePlacement
 from evenroute.dist.wire.received import check_fits
-from evenroute.eplb.placement.placement import Placement, PlacementRow, even_shares
+from evenroute.eplb.placement.placement import Placement, PlacementRow
+from evenroute.eplb.placement.shares import even_shares
 from evenroute.eplb.placement.topology import Topology
 
 

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from evenroute.eplb._checks import as_integer, describe, is_number, require_instance, require_one_of
 from evenroute.eplb.loads.balance import RankLoadMap, quick_balancedness
 from evenroute.eplb.loads.skew import Floats
-from evenroute.eplb.placement.placement import Placement, replica_counts
-from evenroute.eplb.placement.topology import Topology, automatic_redundant_experts, require_positive
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.shares import count_replicas
+from evenroute.eplb.placement.topology import Topology, automatic_redundant_experts
 from evenroute.eplb.planner.plan import POLICIES, Plan, plan_placement
 from evenroute.eplb.planner.policy import PolicySettings, RebalancePolicy
 
@@ -161,7 +162,7 @@ def static_factors(placement: Placement) -> Floats:
     np.add.at(in_node, (layers, node_of_slot[None, :], rows), 1.0)
     here = in_node[layers, node_of_slot[None, :], rows]
     served_nodes = (in_node > 0).sum(axis=1)[layers, rows]
-    copies = replica_counts(rows, placement.num_logical_experts)[layers, rows]
+    copies = count_replicas(rows, placement.num_logical_experts)[layers, rows]
     far = (topology.num_nodes - served_nodes) * topology.ranks_per_node / copies
     near = (topology.ranks_per_node - here) / here
     return np.asarray((1.0 + near + far) / topology.ep_size)
@@ -216,8 +217,8 @@ class Replay:
         require_instance("settings", settings, ReplaySettings)
         if start is not None:
             require_instance("start", start, Placement)
-        require_positive("num_layers", num_layers)
-        require_positive("num_logical_experts", num_logical_experts)
+        num_layers = as_integer("num_layers", num_layers, 1)
+        num_logical_experts = as_integer("num_logical_experts", num_logical_experts, 1)
         self.settings = settings
         slots = num_logical_experts + settings.num_redundant_experts
         if start is None:

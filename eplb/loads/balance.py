@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenroute.eplb._checks import as_integer, as_numbers, require_instance
 from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.placement.shares import SHARE_TOTAL, count_replicas, divide_evenly
+from evenroute.eplb.placement.shares import SHARE_TOTAL, count_replicas, even_shares
 
 Floats = NDArray[np.float64]
 
@@ -72,9 +72,7 @@ class RankLoadMap:
         """The map of a checked placement; layers with exactly even shares divide evenly."""
         made = cls(placement.physical_to_logical, placement.num_logical_experts, placement.topology.ep_size)
         if placement.shares is not None:  # even means exactly even, not even to one 65535th
-            even = (placement.shares == divide_evenly(placement.physical_to_logical)).all(
-                axis=1, keepdims=True
-            )
+            even = (placement.shares == even_shares(placement.physical_to_logical)).all(axis=1, keepdims=True)
             made._factor = np.where(even, made._factor, placement.shares / SHARE_TOTAL)
         return made
 

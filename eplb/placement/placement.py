@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from evenroute.eplb._checks import as_integer, as_integers, describe, require_instance
 from evenroute.eplb.placement.shares import SHARE_TOTAL as SHARE_TOTAL
-from evenroute.eplb.placement.shares import count_replicas, divide_evenly, uneven_or_none
+from evenroute.eplb.placement.shares import count_replicas, even_shares, uneven_or_none
 from evenroute.eplb.placement.topology import MAX_LOGICAL_EXPERTS, Topology, check_num_slots
 
 DIGEST_MASK = (1 << 62) - 1
@@ -33,15 +33,6 @@ def _blake2b62(*parts: bytes) -> int:
     return int.from_bytes(digest.digest(), "little") & DIGEST_MASK
 
 
-def _slots(name: str, values: Any, *dimensions: int) -> NDArray[np.int64]:
-    """Logical ids of slots that a caller hands in, ``[P]`` or ``[L, P]``."""
-    array = as_integers(name, values, np.int64, 0, MAX_LOGICAL_EXPERTS - 1)
-    if array.ndim not in dimensions:
-        forms = " or ".join({1: "[slots]", 2: "[layers, slots]"}[number] for number in dimensions)
-        raise ValueError(f"{name} must be {forms}, found shape {list(array.shape)}")
-    return array
-
-
 def _shares(values: Any, shape: tuple[int, ...]) -> NDArray[np.uint16]:
     """Shares that a caller hands in for slots of this shape."""
     shares = as_integers("shares", values, np.uint16, 0, SHARE_TOTAL)
@@ -50,70 +41,18 @@ def _shares(values: Any, shape: tuple[int, ...]) -> NDArray[np.uint16]:
     return shares
 
 
-def _row_digest(slots: NDArray[Any], uneven: NDArray[np.uint16] | None) -> int:
+def row_digest(slots: NDArray[Any], shares: NDArray[Any] | None) -> int:
+    """62-bit blake2b of a layer: ``slots [P]`` as little-endian int32, then uneven ``shares [P]`` as uint16."""
     parts = [np.ascontiguousarray(slots, dtype="<i4").tobytes()]
+    uneven = None if shares is None else uneven_or_none(slots, shares)
     if uneven is not None:
         parts.append(np.ascontiguousarray(uneven, dtype="<u2").tobytes())
     return _blake2b62(*parts)
 
 
-def row_digest(slots: NDArray[Any], shares: NDArray[Any] | None) -> int:
-    """62-bit blake2b of a layer: ``slots [P]`` as little-endian int32, then uneven ``shares [P]`` as uint16.
-
-    Raises:
-        ValueError: no integers, another shape, or out of range.
-    """
-    row = as_integers("slots", slots, np.int32, -(2**31), 2**31 - 1)
-    if row.ndim != 1:
-        raise ValueError(f"slots must be [slots], found shape {list(row.shape)}")
-    if shares is None:
-        return _row_digest(row, None)
-    return _row_digest(row, normalize_shares(row, shares))
-
-
-def placement_digest(row_digests: Iterable[int] | NDArray[np.int64]) -> int:
-    """62-bit blake2b over the digests of the rows as little-endian int64; ValueError if they are no such numbers."""
-    if not isinstance(row_digests, Iterable):
-        raise ValueError(f"row_digests must be integers [layers], found {describe(row_digests)}")
-    digests = as_integers("row_digests", list(row_digests), np.int64, -(2**63), 2**63 - 1)
-    if digests.ndim != 1:
-        raise ValueError(f"row_digests must be integers [layers], found shape {list(digests.shape)}")
-    return _blake2b62(digests.astype("<i8").tobytes())
-
-
-def replica_counts(physical_to_logical: NDArray[Any], num_logical_experts: int) -> NDArray[np.int64]:
-    """Slots of every expert: ``[L, P]`` (or ``[P]``) -> ``[L, E]`` (or ``[E]``).
-
-    Raises:
-        ValueError: no integers, another shape, or an expert outside [0, E).
-    """
-    experts = as_integer("num_logical_experts", num_logical_experts, 1, MAX_LOGICAL_EXPERTS)
-    table = _slots("physical_to_logical", physical_to_logical, 1, 2)
-    if table.size and int(table.max()) >= experts:
-        raise ValueError(
-            f"physical_to_logical holds expert {int(table.max())}, outside [0, num_logical_experts={experts})"
-        )
-    counts = count_replicas(np.atleast_2d(table), experts)
-    return counts if table.ndim == 2 else counts[0]
-
-
-def even_shares(slots: NDArray[Any]) -> NDArray[np.uint16]:
-    """Equal shares ``[P] uint16`` (or ``[L, P]``): 65535 an expert, left-over units to its lowest slots.
-
-    Raises:
-        ValueError: no integers, another shape, or out of range.
-    """
-    return divide_evenly(_slots("slots", slots, 1, 2))
-
-
-def normalize_shares(slots: NDArray[Any], shares: NDArray[Any] | None) -> NDArray[np.uint16] | None:
-    """``shares`` as uint16, or None where they are exactly the even ones.
-
-    Raises:
-        ValueError: no integers, another shape than ``slots``, or out of range.
-    """
-    table = _slots("slots", slots, 1, 2)
-    return None if shares is None else uneven_or_none(table, _shares(shares, table.shape))
+def placement_digest(row_digests: Sequence[int] | NDArray[np.int64]) -> int:
+    """62-bit blake2b over the digests of the rows as little-endian int64."""
+    return _blake2b62(np.asarray(row_digests, dtype="<i8").tobytes())
 
 
 def _check_rows(rows: NDArray[np.int32], num_logical_experts: int, ep_size: int) -> None:
@@ -232,16 +171,15 @@ class Placement:
         A rank's slots are P / ep_size <= E consecutive ones, so no expert comes twice on it.
         """
         require_instance("topology", topology, Topology)
-        num_layers = as_integer("num_layers", num_layers)
-        if num_layers < 0:
-            raise ValueError(f"num_layers must be >= 0, found {num_layers}")
-        check_num_slots(num_logical_experts, num_slots, topology.ep_size)
-        if num_layers * int(num_slots) > MAX_ENTRIES:
+        num_layers, num_slots = as_integer("num_layers", num_layers, 0), as_integer("num_slots", num_slots)
+        experts = as_integer("num_logical_experts", num_logical_experts, 1, MAX_LOGICAL_EXPERTS)
+        check_num_slots(experts, num_slots, topology.ep_size)
+        if num_layers * num_slots > MAX_ENTRIES:
             raise ValueError(
                 f"num_layers={num_layers}, num_slots={num_slots}: a placement has at most {MAX_ENTRIES} entries"
             )
-        row = (np.arange(num_slots) % num_logical_experts).astype(np.int32)
-        return cls(np.tile(row, (num_layers, 1)), num_logical_experts, topology)
+        row = (np.arange(num_slots) % experts).astype(np.int32)
+        return cls(np.tile(row, (num_layers, 1)), experts, topology)
 
     @classmethod
     def from_rows(
@@ -280,6 +218,18 @@ class Placement:
         shares = None if self.shares is None else uneven_or_none(slots, self.shares[layer])
         return PlacementRow(slots, shares)
 
+    def rows(self) -> list[PlacementRow]:
+        """Rows of all layers, as `row` gives each."""
+        slots, shares = self.physical_to_logical, self.shares
+        if shares is None:
+            return [PlacementRow(row, None) for row in slots]
+        uneven = (shares != even_shares(slots)).any(axis=1)
+        return [PlacementRow(slots[i], shares[i] if uneven[i] else None) for i in range(len(slots))]
+
+    def all_shares(self) -> NDArray[np.uint16]:
+        """A copy of the shares ``[L, P]``, even ones written out."""
+        return even_shares(self.physical_to_logical) if self.shares is None else self.shares.copy()
+
     def _layer(self, layer: int) -> int:
         layer = as_integer("layer", layer)
         if not 0 <= layer < self.num_layers:
@@ -295,14 +245,13 @@ class Placement:
         table, shares = self.physical_to_logical.copy(), None
         table[layer] = row.slots
         if self.shares is not None or row.shares is not None:
-            shares = divide_evenly(self.physical_to_logical) if self.shares is None else self.shares.copy()
+            shares = self.all_shares()
             shares[layer] = even_shares(row.slots) if row.shares is None else row.shares
         return Placement(table, self.num_logical_experts, self.topology, shares)
 
     def row_digests(self) -> NDArray[np.int64]:
         """``[L] int64``, 62-bit digests of the rows."""
-        digests = [_row_digest(*self.row(layer)) for layer in range(self.num_layers)]
-        return np.asarray(digests, dtype=np.int64)
+        return np.asarray([row_digest(*row) for row in self.rows()], dtype=np.int64)
 
     def digest(self) -> int:
         return placement_digest(self.row_digests())

@@ -17,7 +17,7 @@ def count_replicas(rows: NDArray[Any], num_logical_experts: int) -> NDArray[np.i
     return counts.reshape(len(rows), num_logical_experts)
 
 
-def divide_evenly(slots: NDArray[Any]) -> NDArray[np.uint16]:
+def even_shares(slots: NDArray[Any]) -> NDArray[np.uint16]:
     """Equal shares ``[P]`` or ``[L, P]``: 65535 an expert, left-over units to its lowest slots."""
     rows = np.atleast_2d(slots).astype(np.int64)
     if rows.size == 0:
@@ -36,4 +36,4 @@ def divide_evenly(slots: NDArray[Any]) -> NDArray[np.uint16]:
 
 def uneven_or_none(slots: NDArray[Any], shares: NDArray[Any]) -> NDArray[np.uint16] | None:
     """``shares`` as uint16, or None where they are exactly the even ones."""
-    return None if np.array_equal(shares, divide_evenly(slots)) else np.asarray(shares, dtype=np.uint16)
+    return None if np.array_equal(shares, even_shares(slots)) else np.asarray(shares, dtype=np.uint16)

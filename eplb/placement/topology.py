@@ -11,11 +11,6 @@ MAX_EP_SIZE = 1 << 16
 MAX_LOGICAL_EXPERTS = 1 << 20  # of a layer
 
 
-def require_positive(name: str, value: int) -> None:
-    """Raise ValueError unless ``value`` is an integer >= 1."""
-    as_integer(name, value, 1)
-
-
 @dataclass(frozen=True)
 class Topology:
     """EP ranks and the nodes that hold them; node ``i`` holds a contiguous block of ranks.
@@ -51,14 +46,11 @@ class Topology:
 
 def automatic_redundant_experts(num_logical_experts: int, ep_size: int) -> int:
     """Fewest redundant experts with which the slots divide over the ranks: ``(R - E mod R) mod R``."""
-    num_logical_experts = as_integer("num_logical_experts", num_logical_experts, 1, MAX_LOGICAL_EXPERTS)
-    return -num_logical_experts % as_integer("ep_size", ep_size, 1)
+    return -num_logical_experts % ep_size
 
 
 def nearest_num_slots(num_logical_experts: int, num_slots: int, ep_size: int) -> int:
     """Valid slot count nearest to ``num_slots``: a multiple of ``ep_size`` in [E, E * ep_size]; ties up."""
-    num_logical_experts = as_integer("num_logical_experts", num_logical_experts, 1, MAX_LOGICAL_EXPERTS)
-    num_slots, ep_size = as_integer("num_slots", num_slots), as_integer("ep_size", ep_size, 1)
     low = -(-num_logical_experts // ep_size) * ep_size
     high = num_logical_experts * ep_size
     below = num_slots // ep_size * ep_size
@@ -72,8 +64,6 @@ def check_num_slots(num_logical_experts: int, num_slots: int, ep_size: int) -> N
     Raises:
         ValueError: names the three numbers, the broken rule and the nearest valid ``num_slots``.
     """
-    num_logical_experts = as_integer("num_logical_experts", num_logical_experts, 1, MAX_LOGICAL_EXPERTS)
-    ep_size, num_slots = as_integer("ep_size", ep_size, 1), as_integer("num_slots", num_slots)
     numbers = f"num_logical_experts={num_logical_experts}, num_slots={num_slots}, ep_size={ep_size}"
     rule = ""
     if num_slots < num_logical_experts:
@@ -92,10 +82,8 @@ def check_num_slots(num_logical_experts: int, num_slots: int, ep_size: int) -> N
 
 def nearest_num_groups(num_logical_experts: int, num_groups: int, num_nodes: int) -> int:
     """Number of groups nearest to ``num_groups`` that divides E and is a multiple of ``num_nodes``, or 1."""
-    experts = as_integer("num_logical_experts", num_logical_experts, 1, MAX_LOGICAL_EXPERTS)
-    num_groups, num_nodes = as_integer("num_groups", num_groups), as_integer("num_nodes", num_nodes, 1)
-    low = [g for g in range(1, isqrt(experts) + 1) if experts % g == 0]
-    divisors = {*low, *(experts // g for g in low)}
+    low = [g for g in range(1, isqrt(num_logical_experts) + 1) if num_logical_experts % g == 0]
+    divisors = {*low, *(num_logical_experts // g for g in low)}
     allowed = [g for g in divisors if g % num_nodes == 0 or g == 1]
     return min(allowed, key=lambda g: (abs(g - num_groups), g))
 
@@ -108,9 +96,6 @@ def check_plan_numbers(
     Raises:
         ValueError: one line that names all five numbers, the broken rule and the nearest valid ``num_slots``.
     """
-    num_logical_experts = as_integer("num_logical_experts", num_logical_experts, 1, MAX_LOGICAL_EXPERTS)
-    num_slots, num_groups = as_integer("num_slots", num_slots), as_integer("num_groups", num_groups)
-    num_nodes, ep_size = as_integer("num_nodes", num_nodes), as_integer("ep_size", ep_size)
     numbers = (
         f"num_logical_experts={num_logical_experts}, num_slots={num_slots}, num_groups={num_groups}, "
         f"num_nodes={num_nodes}, ep_size={ep_size}"

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from evenroute.eplb._checks import as_integer, describe, is_number, require_instance
 from evenroute.eplb.loads.balance import placement_balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.planner.full import full_placement
 from evenroute.eplb.planner.history.robust import plan_windows
-from evenroute.eplb.planner.history.windows import COMBINATIONS, validate_windows
-from evenroute.eplb.planner.layers import check_num_threads
+from evenroute.eplb.planner.history.windows import COMBINATIONS
 from evenroute.eplb.planner.moves import MoveLimits, moved_placement
 
 
@@ -43,7 +41,7 @@ class BacktestResult:
 
 
 def backtest(
-    history: ArrayLike,
+    windows: NDArray[np.float64],
     *,
     placement: Placement,
     move_fraction: float = 0.02,
@@ -51,7 +49,7 @@ def backtest(
     most_windows: int = 16,
     num_threads: int | None = None,
 ) -> BacktestResult:
-    """Replay ``history [W >= 2, L, E]``: before each window, plan from those before it; score on that window.
+    """Replay ``windows [W >= 2, L, E]``: before each window, plan from those before it; score on that window.
 
     Every way starts from a full plan for the first window on ``placement``'s shape, then updates shares and
     moves at most ``move_fraction`` of the slots a window, as the rebalancer does.
@@ -59,21 +57,7 @@ def backtest(
     Args:
         depth: windows that a way may look back at.
         most_windows: only that many of the newest windows are scored.
-
-    Raises:
-        ValueError: fewer than two windows, or loads that do not fit the placement.
     """
-    require_instance("placement", placement, Placement)
-    if not is_number(move_fraction) or not 0 <= move_fraction <= 1:
-        raise ValueError(f"move_fraction={describe(move_fraction)}, expected a part of slots in [0, 1]")
-    depth, most_windows = as_integer("depth", depth, 1), as_integer("most_windows", most_windows, 1)
-    check_num_threads(num_threads)
-    windows = validate_windows(history)
-    if len(windows) < 2:
-        raise ValueError(f"backtest needs at least 2 windows, found {len(windows)}")
-    found, expected = windows.shape[1:], (placement.num_layers, placement.num_logical_experts)
-    if found != expected:
-        raise ValueError(f"history has (layers, experts) {found}, the placement {expected}")
     limits = MoveLimits(max_moves=int(move_fraction * placement.physical_to_logical.size))
     first = max(1, len(windows) - most_windows)
     scores: dict[str, float] = {}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from evenroute.eplb._checks import CONVERSION_ERRORS, as_integer, one_line
 from evenroute.eplb.loads.balance import validate_loads
-from evenroute.eplb.placement.placement import replica_counts
+from evenroute.eplb.placement.shares import count_replicas
 from evenroute.eplb.placement.topology import check_plan_numbers
 from evenroute.eplb.planner.plan import plan_placement
 
@@ -68,7 +68,7 @@ def _rebalance(
         loads, topology=topology, num_slots=num_replicas, num_groups=num_groups, policy=policy
     )
     phy2log = plan.placement.physical_to_logical.astype(np.int64)
-    logcnt = replica_counts(phy2log, num_experts)
+    logcnt = count_replicas(phy2log, num_experts)
     most = int(logcnt.max()) if logcnt.size else 1
     log2phy = np.full((num_layers, num_experts, most), -1, dtype=np.int64)
     for layer, row in enumerate(phy2log):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.placement.shares import divide_evenly
+from evenroute.eplb.placement.shares import even_shares
 from evenroute.eplb.planner.budget import Hulls, Limits, Paths, choose_points, spend_leftover
 from evenroute.eplb.planner.full import full_placement
 from evenroute.eplb.planner.history.expected import Expected
@@ -136,7 +136,7 @@ class _Work:
         table[self.layers] = rows
         if self.even:
             return Placement(table, current.num_logical_experts, current.topology)
-        all_shares = divide_evenly(table) if current.shares is None else current.shares.copy()
+        all_shares = even_shares(table) if current.shares is None else current.shares.copy()
         assert shares is not None
         all_shares[self.layers] = shares
         return Placement(table, current.num_logical_experts, current.topology, all_shares)
@@ -162,9 +162,8 @@ def keep_expected(expected: Expected, current: Placement, made: Placement, least
     table[stays] = current.physical_to_logical[stays]
     if current.shares is None and made.shares is None:
         return Placement(table, current.num_logical_experts, current.topology)
-    old = divide_evenly(current.physical_to_logical) if current.shares is None else current.shares
-    shares = (divide_evenly(made.physical_to_logical) if made.shares is None else made.shares).copy()
-    shares[stays] = old[stays]
+    shares = made.all_shares()
+    shares[stays] = current.all_shares()[stays]
     return Placement(table, current.num_logical_experts, current.topology, shares)
 
 

@@ -32,7 +32,6 @@ def check_num_threads(num_threads: int | None) -> None:
 
 def planner_threads(num_layers: int, num_threads: int | None = None) -> int:
     """Threads to plan with: the cores this process may use, at most one a layer."""
-    check_num_threads(num_threads)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(num_threads or cores, num_layers))
 

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 from evenroute.eplb._checks import as_numbers
 from evenroute.eplb.loads.balance import slot_loads
 from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.placement.shares import SHARE_TOTAL, divide_evenly
+from evenroute.eplb.placement.shares import SHARE_TOTAL
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.kernels.align import keep_places
 from evenroute.eplb.planner.kernels.locality import swap_towards_sources
@@ -56,7 +56,7 @@ def crossing_fraction(placement: Placement, source_loads: NDArray[np.float64]) -
     if total <= 0:
         return 0.0
     rows = placement.physical_to_logical
-    shares = divide_evenly(rows) if placement.shares is None else placement.shares
+    shares = placement.all_shares()
     node = np.arange(placement.num_slots) // (placement.num_slots // placement.topology.num_nodes)
     layers = np.arange(placement.num_layers)[:, None]
     stays = by_node[layers, node[None, :], rows] * (shares / SHARE_TOTAL)
@@ -84,7 +84,7 @@ def localize(
     by_node = _by_node(source_loads, topology)
     rows = placement.physical_to_logical.copy()
     even = placement.shares is None
-    shares = divide_evenly(rows) if placement.shares is None else placement.shares.copy()
+    shares = placement.all_shares()
     scaled = normalized(loads)
     sizes = np.ascontiguousarray(slot_loads(scaled, placement))
     swap_towards_sources(rows, shares, sizes, by_node, topology.ep_size, topology.num_nodes, slack)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from evenroute.eplb._checks import as_integer, describe, is_number, require_instance
 from evenroute.eplb.loads.balance import balancedness, rank_loads
 from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.placement.shares import divide_evenly
+from evenroute.eplb.placement.shares import even_shares
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.budget import Hulls, Limits, Paths, choose_points, spend_leftover
 from evenroute.eplb.planner.kernels.align import keep_places
@@ -259,7 +259,7 @@ def moved_placement(
             keep_places(before, after, current.num_local_slots, num_experts)
     table = current.physical_to_logical.copy()
     table[busy] = rows
-    shares = divide_evenly(table)
+    shares = even_shares(table)
     if weighted:
         shares[busy], _ = exact_shares(work, rows, topology.ep_size, num_threads)
     return keep_better(
@@ -280,7 +280,5 @@ def keep_better(
     table = np.where(stays[:, None], current.physical_to_logical, made.physical_to_logical)
     shares = None
     if current.shares is not None or made.shares is not None:
-        old = divide_evenly(current.physical_to_logical) if current.shares is None else current.shares
-        new = divide_evenly(made.physical_to_logical) if made.shares is None else made.shares
-        shares = np.where(stays[:, None], old, new)
+        shares = np.where(stays[:, None], current.all_shares(), made.all_shares())
     return Placement(table, current.num_logical_experts, current.topology, shares)

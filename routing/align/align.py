@@ -67,64 +67,49 @@ def moe_align_block_size(
     flat = ids.reshape(-1).contiguous()  # a reshaped view can have a stride, which the kernels do not take
     if backend == "auto":
         backend = "triton" if ids.is_cuda else "reference"
-    if backend == "reference" or numel == 0:
-        moe_align_block_size_torch(
-            flat,
-            block_size,
-            num_experts,
-            invalid=invalid,
-            slot_histogram=slot_histogram,
-            cumsum=cumsum,
-            inverse=inverse,
-            out=out,
-        )
-    else:
-        launch_align(
-            flat,
-            block_size,
-            num_experts,
-            drop=invalid == "drop",
-            slot_histogram=slot_histogram,
-            cumsum=cumsum,
-            inverse=inverse,
-            out=out,
-        )
+    align = moe_align_block_size_torch if backend == "reference" or numel == 0 else launch_align
+    align(
+        flat,
+        block_size,
+        num_experts,
+        drop=invalid == "drop",
+        slot_histogram=slot_histogram,
+        cumsum=cumsum,
+        inverse=inverse,
+        out=out,
+    )
     return out.sorted_ids, out.expert_ids, out.num_tokens_post_padded
 
 
 def moe_align_block_size_torch(
-    ids: Tensor,
+    flat: Tensor,
     block_size: int,
     num_experts: int,
     *,
-    invalid: str = "sentinel",
-    slot_histogram: Tensor | None = None,
-    cumsum: Tensor | None = None,
-    inverse: Tensor | None = None,
-    out: AlignBuffers | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in plain torch: the path on CPU and the kernels' reference (`slot_histogram` is not needed here)."""
-    _check_arguments(ids, block_size, num_experts, invalid, slot_histogram, cumsum, inverse, out)
-    numel = ids.numel()
-    if out is None:
-        out = AlignBuffers.allocate(numel, block_size, num_experts, device=ids.device)
-    flat = ids.reshape(-1).to(torch.int64)
+    drop: bool,
+    slot_histogram: Tensor | None,
+    cumsum: Tensor | None,
+    inverse: Tensor | None,
+    out: AlignBuffers,
+) -> None:
+    """`launch_align` in plain torch: the path on CPU and the kernels' reference. It needs no `slot_histogram`."""
+    numel, device, flat = flat.numel(), flat.device, flat.to(torch.int64)
     bucket = torch.where((flat >= 0) & (flat < num_experts), flat + 1, 0)
     counts = torch.bincount(bucket, minlength=num_experts + 1)
     padded = (counts + block_size - 1) // block_size * block_size
-    if invalid == "drop":
+    if drop:
         padded[0] = 0
     bounds = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
     order = torch.argsort(bucket, stable=True)
     by_bucket = bucket[order]
     first = counts.cumsum(0) - counts
-    place = bounds[by_bucket] + torch.arange(numel, device=ids.device) - first[by_bucket]
+    place = bounds[by_bucket] + torch.arange(numel, device=device) - first[by_bucket]
     out.sorted_ids.fill_(numel)
     out.expert_ids.fill_(-1)
-    kept = by_bucket > 0 if invalid == "drop" else slice(None)
+    kept = by_bucket > 0 if drop else slice(None)
     out.sorted_ids[place[kept]] = order[kept].to(torch.int32)
     blocks = padded // block_size
-    owners = torch.repeat_interleave(torch.arange(-1, num_experts, device=ids.device), blocks)
+    owners = torch.repeat_interleave(torch.arange(-1, num_experts, device=device), blocks)
     out.expert_ids[: len(owners)] = owners.to(torch.int32)
     out.num_tokens_post_padded.copy_(bounds[-1:])
     if cumsum is not None:
@@ -132,7 +117,6 @@ def moe_align_block_size_torch(
     if inverse is not None:
         inverse.fill_(-1)
         inverse[order[kept]] = place[kept].to(torch.int32)
-    return out.sorted_ids, out.expert_ids, out.num_tokens_post_padded
 
 
 def _check_arguments(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,14 +13,12 @@ _LOGIT_SPAN = 8.0
 
 
 class RoutingShape(Protocol):
-    """The part of `RouterConfig` that the sources read (`softcap` and `bias_domain` too, where present)."""
+    """The part of `RouterConfig` that the sources read (`softcap` too, where present)."""
 
     @property
     def num_experts(self) -> int: ...
     @property
     def top_k(self) -> int: ...
-    @property
-    def scoring(self) -> str: ...
     @property
     def num_groups(self) -> int: ...
     @property
@@ -31,9 +28,7 @@ class RoutingShape(Protocol):
 class TraceTables:
     """`TraceDesign` on the device, and the logits that make a router choose the sets drawn from it."""
 
-    def __init__(
-        self, design: TraceDesign, config: RoutingShape, bias: Tensor | None, device: torch.device
-    ) -> None:
+    def __init__(self, design: TraceDesign, config: RoutingShape, device: torch.device) -> None:
         self.design = design
         self.top_k = config.top_k
         self.kept = config.topk_group if design.group_mass.shape[1] > 1 else 1
@@ -43,7 +38,8 @@ class TraceTables:
         self.group_cum = torch.from_numpy(design.group_cum).to(device)
         self.group_mass = torch.from_numpy(design.group_mass).to(device)
         self.points = torch.arange(max(self.top_k, self.kept), device=device, dtype=torch.float64)
-        self.keys = KeyRange(config, bias, len(design.frequencies), device)
+        softcap: float | None = getattr(config, "softcap", None)
+        self.span = _LOGIT_SPAN if softcap is None else min(_LOGIT_SPAN, 2.0 * softcap)
 
     def sample(self, layer: int, order: int, group_place: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
         """Kept groups [T, TG] and chosen experts [T, K], both int64, for places [T] float32 in [0, 1)."""
@@ -77,58 +73,5 @@ class TraceTables:
             lift = keys.new_zeros(num_tokens, self.group_mass.shape[1]).scatter_(1, kept, 0.4)
             keys.view(num_tokens, lift.shape[1], -1).add_(lift[:, :, None])
         high = places[2 * num_tokens :].view(num_tokens, self.top_k) * 0.2 + 0.8
-        return self.keys.logits(layer, keys.scatter_(1, chosen, high))
-
-
-class KeyRange:
-    """Turns keys in [0, 1) into logits that a router with this scoring and bias ranks in the same bands."""
-
-    def __init__(
-        self, config: RoutingShape, bias: Tensor | None, num_layers: int, device: torch.device
-    ) -> None:
-        self.scoring = config.scoring
-        self.softcap: float | None = getattr(config, "softcap", None)
-        self.bias: Tensor | None = None
-        self.low: Sequence[float] = ()
-        self.span: Sequence[float] = ()
-        if bias is None:
-            return
-        if config.scoring == "softmax" and getattr(config, "bias_domain", "logit") == "score":
-            raise ValueError("routing kind 'trace': bias_domain 'score' is not supported with a bias")
-        table = bias.expand(num_layers, config.num_experts) if bias.dim() == 1 else bias
-        if table.shape != (num_layers, config.num_experts):
-            raise ValueError(
-                f"bias: expected shape [{num_layers}, {config.num_experts}], found {list(bias.shape)}"
-            )
-        least, most = table.min(1).values.double(), table.max(1).values.double()
-        if config.scoring == "sigmoid":
-            low, high = most + 0.02, least + 0.98
-        elif config.scoring == "sqrtsoftplus":
-            low, high = most + 0.1, most + 2.1
-        elif config.scoring != "softmax":
-            raise ValueError(f"routing kind 'trace': a bias with {config.scoring} scores is not supported")
-        else:
-            half = min(_LOGIT_SPAN / 2, 0.9 * (self.softcap or float("inf")))
-            low, high = most - half, least + half
-        if bool((high - low < 0.1).any()):
-            layer = int((high - low).argmin())
-            raise ValueError(
-                f"bias: layer {layer} spans {float(most[layer] - least[layer]):.3f}, too wide for 'trace' with "
-                f"{config.scoring} scores"
-            )
-        self.bias = table.to(device)
-        self.low = low.tolist()
-        self.span = (high - low).tolist()
-
-    def logits(self, layer: int, keys: Tensor) -> Tensor:
-        """[T, E] float32; overwrites `keys`."""
-        if self.bias is None:
-            # Without a bias every scoring is monotone: any increasing map keeps the bands.
-            span = _LOGIT_SPAN if self.softcap is None else min(_LOGIT_SPAN, 2.0 * self.softcap)
-            return keys.sub_(0.5).mul_(span)
-        value = keys.mul_(self.span[layer]).add_(self.low[layer]).sub_(self.bias[layer])
-        if self.scoring == "sigmoid":
-            return torch.logit(value)
-        if self.scoring == "sqrtsoftplus":
-            return torch.log(torch.expm1(value.square()))
-        return value if self.softcap is None else self.softcap * torch.atanh(value / self.softcap)
+        # Every scoring is monotone, so any increasing map keeps the bands.
+        return keys.scatter_(1, chosen, high).sub_(0.5).mul_(self.span)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from evenroute.eplb._checks import require_instance, require_int
-from evenroute.eplb.placement.placement import Placement, PlacementRow, even_shares
+from evenroute.eplb.placement.placement import Placement, PlacementRow
+from evenroute.eplb.placement.shares import even_shares
 from evenroute.routing.settings.checks import require_device
 from evenroute.routing.settings.config import MAX_EXPERTS
 from evenroute.routing.tables.row import SPAN_COUNT_BITS, check_table_row, fill_table_row, fits_payload

@@ -78,7 +78,12 @@ def run_make(words: list[str], folder: Path, limit_s: float) -> subprocess.Compl
 
 @pytest.mark.slow  # minutes; CI runs it all the same, by `make test-release`
 @pytest.mark.timeout(900)
-@runs("README.md", "make demo", "torchrun --standalone --nproc-per-node 2 -m evenroute.tools.stress")
+@runs(
+    "README.md",
+    "make demo",
+    "evenroute stress --nproc-per-node 2",
+    "torchrun --standalone --nproc-per-node 2 -m evenroute.tools.stress",
+)
 def test_make_demo_in_a_clean_copy(lines: Lines, tmp_path: Path) -> None:
     copy = clean_copy(tmp_path / "evenroute")
     give_packages(copy)
@@ -88,7 +93,9 @@ def test_make_demo_in_a_clean_copy(lines: Lines, tmp_path: Path) -> None:
         pytest.skip(f"no package index here: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "installing evenroute" in done.stdout
-    assert f".venv/bin/{lines.text('torchrun')}" in done.stdout, "what the README says the target runs"
+    assert f".venv/bin/{lines.text('evenroute stress')}" in done.stdout, (
+        "what the README says the target runs"
+    )
     # The README's table and its four lines, with figures of this run.
     assert re.search(r"│ 0-\d+ +│ start +│ as at start +│", done.stdout)
     assert re.search(r"│ balancedness achieved +│ +0\.9\d\d │", done.stdout), done.stdout[-3000:]

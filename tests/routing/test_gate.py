@@ -7,12 +7,13 @@ import torch
 
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.routing.gate import GateRouter, plan_gate, summation_error
+from evenroute.routing.gate import GateRouter, plan_gate
 from evenroute.routing.kernels.plan import supports_groups
 from evenroute.routing.reference import keep_groups, score_experts, select_experts
 from evenroute.routing.router import Router
 from evenroute.routing.settings.config import RouterConfig
 from evenroute.routing.tables.tables import DispatchTables
+from support.gate_error import summation_error
 from support.interpreted import BACKEND, COMPILED, DEVICE
 
 # numpy under the interpreter warns where a GPU's exp2 just gives inf.

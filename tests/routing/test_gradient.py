@@ -9,6 +9,7 @@ import torch
 
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
+from evenroute.routing import router as router_module
 from evenroute.routing.gate import GateRouter
 from evenroute.routing.gradient import form_weights
 from evenroute.routing.router import Router
@@ -185,9 +186,11 @@ def test_inference_is_one_launch_without_ids(monkeypatch: pytest.MonkeyPatch) ->
     """Without a gradient nothing is added: the launch, its outputs, and the caller's buffers are as ever."""
     router = make(RouterConfig(12, 3, "sigmoid"))
     seen = []
-    launch = Router._launch
+    launch = router_module.launch
     monkeypatch.setattr(
-        Router, "_launch", lambda self, plan, *rest: (seen.append(plan.emit), launch(self, plan, *rest))
+        router_module,
+        "launch",
+        lambda plan, *rest, **how: (seen.append(plan.emit), launch(plan, *rest, **how)),
     )
     out = router.allocate(7)
     leaf = draw().requires_grad_()

@@ -1,218 +1,215 @@
-"""Mutants: small faults planted one by one into a file, each run against the tests of that file.
+"""Plants one small fault after another in the code and says which of them no unit test notices.
 
-    python -m support.mutants [FILE ...] [--limit SECONDS] [--sample N --seed N] [--jobs N]
+    cd tests && python -m support.mutants [--files GLOB] [--sample N] [--jobs N]
 
-A mutant that no test notices (a survivor) is printed with its line. Each runs in a copy of the tree, which is changed
-in place; the tree itself is never touched. Comparisons are shifted (< to <=) or inverted, arithmetic swapped, numbers
-moved by one, conditions negated, statements and branches dropped, ``and`` and ``or`` exchanged.
+A mutant differs from the source in one operator, constant, condition or statement. It lives in memory only: a forked
+process imports the changed module and runs the tests that TARGETS names for it. Survivors that `mutants.md` explains
+(same file, line of source and change) are known; any other makes the exit status 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import copy
+import contextlib
+import fnmatch
+import importlib.abc
+import importlib.util
 import os
 import random
-import shutil
+import resource
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from queue import Queue
 
-ROOT = Path(__file__).parents[2]
-_PROTOCOL = [
-    f"tests/dist/protocol/test_{name}.py"
-    for name in (
-        "agreement",
-        "rank",
-        "rebalancer",
-        "refusals",
-        "core_promises",
-        "job_start",
-        "protocol_cases",
-        "fuzz",
-    )
-]
-_STORE = ["tests/eplb/store"]
-_PLANNER = ["tests/eplb/planner"]
-TESTS: dict[str, list[str]] = {
-    **{
-        f"dist/protocol/{name}.py": _PROTOCOL
-        for name in ("agreement", "publication", "rank", "rebalancer", "receipt")
-    },
-    **{f"dist/protocol/{name}.py": _PROTOCOL for name in ("stream", "view", "job_start")},
-    "dist/wire/received.py": ["tests/dist/wire/test_messages.py", *_PROTOCOL],
-    "dist/wire/messages.py": ["tests/dist/wire/test_messages.py", *_PROTOCOL],
-    **{f"eplb/store/{name}.py": _STORE for name in ("custody", "epochs", "reader", "writer", "schema")},
-    "dist/weights/transfer.py": ["tests/dist/weights/test_transfer.py"],
-    "eplb/planner/moves.py": _PLANNER,
-    "eplb/planner/full.py": _PLANNER,
-    "eplb/planner/locality.py": _PLANNER,
-    "eplb/planner/auto.py": _PLANNER,
-    "eplb/planner/policy.py": _PLANNER,
+from support.mutant_faults import ROOT, Mutant, mutants_of, mutated
+
+JUDGED = ROOT / "tests/support/mutants.md"
+
+_PROTOCOL = "tests/dist/protocol/test_"
+_PLANNER = "tests/eplb/planner/test_"
+# Source files (a glob) and the tests that have to notice a fault in them, quick ones first.
+TARGETS: dict[str, tuple[str, ...]] = {
+    "dist/protocol/agreement.py": (_PROTOCOL + "agreement.py", _PROTOCOL + "protocol_cases.py"),
+    "dist/protocol/*.py": (_PROTOCOL + "re*.py", _PROTOCOL + "*.py"),
+    "dist/wire/placement.py": ("tests/dist/wire/test_messages.py", _PROTOCOL + "rank.py"),
+    "dist/wire/messages.py": ("tests/dist/wire/test_messages.py", _PROTOCOL + "re*.py"),
+    "dist/wire/received.py": ("tests/dist/wire/test_messages.py", _PROTOCOL + "re*.py"),
+    "dist/weights/transfer.py": ("tests/dist/weights/test_transfer.py",),
+    "eplb/store/*.py": ("tests/eplb/store/test_*.py",),
+    "eplb/planner/history/*.py": ("tests/eplb/planner/history/test_*.py", _PLANNER + "*.py"),
+    "eplb/planner/*.py": (_PLANNER + "*.py", "tests/eplb/planner/history/test_*.py"),
 }
-
-_SHIFTED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
-_INVERTED = {
-    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
-_SWAPPED = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
-    ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
-}  # fmt: skip
+LEFT_OUT = ("*/__init__.py", "*/warm_up.py", _PROTOCOL + "fuzz.py", _PROTOCOL + "simulator.py",
+            _PROTOCOL + "agreement_exhaustive.py", _PLANNER + "deepseek_tensors.py")  # fmt: skip
+LEAST_LIMIT_S = 3.0  # a mutant may use twice the CPU that its tests do, and this
 
 
-def _of_node(node: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
-    """What may stand in a node's place; None = nothing at all (a statement)."""
-    if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        for table in (_SHIFTED, _INVERTED):
-            other = table.get(type(node.ops[0]))
-            if other is not None:
-                yield (
-                    f"{type(node.ops[0]).__name__} -> {other.__name__}",
-                    ast.Compare(node.left, [other()], node.comparators),
-                )
-    elif isinstance(node, ast.BoolOp):
-        other_op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-        yield f"{type(node.op).__name__} -> {type(other_op).__name__}", ast.BoolOp(other_op, node.values)
-        for number in range(len(node.values)):
-            rest = [value for place, value in enumerate(node.values) if place != number]
-            yield f"operand {number} dropped", rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
-    elif isinstance(node, ast.BinOp) and type(node.op) in _SWAPPED:
-        swapped = _SWAPPED[type(node.op)]
-        yield f"{type(node.op).__name__} -> {swapped.__name__}", ast.BinOp(node.left, swapped(), node.right)
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        yield "not dropped", node.operand
-    elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
-        value = not node.value if isinstance(node.value, bool) else node.value + 1
-        yield f"{node.value} -> {value}", ast.Constant(value)
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("max", "min"):
-        other_name = "min" if node.func.id == "max" else "max"
-        yield f"{node.func.id} -> {other_name}", ast.Call(ast.Name(other_name), node.args, node.keywords)
-    elif isinstance(node, ast.Expr | ast.AugAssign | ast.Raise | ast.Delete | ast.Continue | ast.Break):
-        if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
-            yield f"{type(node).__name__} dropped", None
-    elif isinstance(node, ast.If):
-        yield "condition negated", ast.If(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
+class _Planted(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Imports the changed module in place of the one on disk."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._name = "evenroute." + mutant.path.removesuffix(".py").replace("/", ".")
+        self._path = str(ROOT / mutant.path)
+        self._code = compile(mutated(mutant), self._path, "exec")
+
+    def find_spec(self, name, path, target=None):  # type: ignore[no-untyped-def]
+        if name != self._name:
+            return None
+        spec = importlib.util.spec_from_loader(name, self, origin=self._path)
+        assert spec is not None
+        spec.origin, spec.has_location = self._path, True
+        return spec
+
+    def get_source(self, fullname: str) -> str:
+        return Path(self._path).read_text()
+
+    def get_code(self, fullname: str):  # type: ignore[no-untyped-def]
+        return self._code
 
 
-def mutants(source: str) -> list[tuple[int, str, str]]:
-    """Line, what was done, and the changed source of each mutant. Annotations, names and messages stay."""
-    tree = ast.parse(source)
-    found = []
-    for node in ast.walk(tree):
-        for field, value in ast.iter_fields(node):
-            if field in ("annotation", "returns", "decorator_list") or isinstance(node, ast.JoinedStr):
-                continue
-            places = list(enumerate(value)) if isinstance(value, list) else [(None, value)]
-            for place, child in places:
-                if not isinstance(child, ast.AST):
-                    continue
-                for what, other in _of_node(child):
-                    found.append((node, field, place, child, what, other))
-    made = []
-    for node, field, place, child, what, other in found:
-        new = copy.deepcopy(other) if other is not None else ast.Pass()
-        value = getattr(node, field)
-        if place is None:
-            setattr(node, field, new)
-        else:
-            value[place] = new
-        made.append((child.lineno, what, ast.unparse(ast.fix_missing_locations(tree))))
-        if place is None:
-            setattr(node, field, child)
-        else:
-            value[place] = child
-    return made
+def _tests_of(path: str) -> list[str]:
+    for pattern, tests in TARGETS.items():
+        if fnmatch.fnmatch(path, pattern):
+            found = [str(file.relative_to(ROOT)) for test in tests for file in sorted(ROOT.glob(test))]
+            own = [file for file in found if Path(file).stem == "test_" + Path(path).stem]
+            return [file for file in dict.fromkeys(own + found) if not _left_out(file)]
+    raise ValueError(f"{path}: no tests are named for it")
 
 
-def copy_of_tree(folder: Path) -> Path:
-    """A copy to change: sources and tests, no build outputs."""
-    skipped = shutil.ignore_patterns(
-        ".git", ".venv", "build", "__pycache__", "*.egg-info", ".mypy_cache", ".ruff_cache"
-    )
-    return Path(shutil.copytree(ROOT, folder / "tree", ignore=skipped))
+def _left_out(path: str) -> bool:
+    return any(fnmatch.fnmatch(path, pattern) for pattern in LEFT_OUT)
 
 
-def survives(tree: Path, tests: list[str], limit_s: float) -> bool:
-    """Whether the tests pass in the tree; a run past the limit counts as noticed."""
-    environment = {
-        **os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
-        "HYPOTHESIS_STORAGE_DIRECTORY": str(tree / ".hypothesis"),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
-    process = subprocess.Popen(
-        command,
-        cwd=tree,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(limit_s) == 0
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _run_tests(tests: Sequence[str], mutant: Mutant | None) -> int:
+    """In this process, which ends with it."""
+    import pytest
+
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    if mutant is not None:
+        sys.meta_path.insert(0, _Planted(mutant))
+    options = [
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-m",
+        "not slow and not gpu and not multigpu",
+    ]
+    return int(pytest.main([*options, "--rootdir", str(ROOT), *(str(ROOT / test) for test in tests)]))
 
 
-def main() -> int:
-    """Exit status 1 if a mutant survives."""
+def _start(tests: Sequence[str], mutant: Mutant | None, cpu_s: int) -> int:
+    """Fork a process that runs the tests; its pid. No threads here: a lock that one held would stay shut there."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+            status = _run_tests(tests, mutant)
+        finally:
+            os._exit(status)
+    return pid
+
+
+def _wait(running: dict[int, float]) -> tuple[int, bool, float]:
+    """The first of these processes (pid: until when) that is done, whether its tests passed, its CPU seconds."""
+    while True:
+        for pid, until in running.items():
+            done, status, used = os.wait4(pid, os.WNOHANG)
+            if done:
+                return pid, os.waitstatus_to_exitcode(status) == 0, used.ru_utime + used.ru_stime
+            if time.monotonic() > until:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return pid, False, 0.0
+        time.sleep(0.02)
+
+
+def _limits(tests: Sequence[str]) -> tuple[int, float]:
+    """Seconds of CPU and of time that these tests may take with a fault; ValueError if they fail without one."""
+    began = time.monotonic()
+    _, passed, used = _wait({_start(tests, None, 900): began + 900.0})
+    if not passed:
+        raise ValueError(f"{' '.join(tests)}: fail without a fault")
+    return round(LEAST_LIMIT_S + 2 * used), LEAST_LIMIT_S + 20 * (time.monotonic() - began)
+
+
+def _verdicts(chosen: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, bool]]:
+    """Each mutant, and whether the tests passed all the same; in the order in which they end."""
+    limits: dict[tuple[str, ...], tuple[int, float]] = {}
+    running: dict[int, tuple[Mutant, float]] = {}
+    waiting = list(reversed(chosen))
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            tests = tuple(_tests_of(waiting[-1].path))
+            if tests not in limits:
+                limits[tests] = _limits(tests)
+            mutant, (cpu_s, limit_s) = waiting.pop(), limits[tests]
+            running[_start(tests, mutant, cpu_s)] = (mutant, time.monotonic() + limit_s)
+        pid, passed, _ = _wait({pid: until for pid, (_, until) in running.items()})
+        yield running.pop(pid)[0], passed
+
+
+def judged() -> dict[tuple[str, str, str], str]:
+    """The survivors that `mutants.md` explains: (file, line of source, change) -> why."""
+    known = {}
+    for line in JUDGED.read_text().splitlines():
+        cells = [cell.strip().replace("\\|", "|") for cell in line.replace("\\|", "\0").split("|")]
+        cells = [cell.replace("\0", "|").strip("`") for cell in cells]
+        if len(cells) == 6 and cells[1].endswith(".py"):
+            known[cells[1], cells[2], cells[3]] = cells[4]
+    return known
+
+
+def _chosen(pattern: str, sample: int, seed: int) -> list[Mutant]:
+    """Evenly over all faults of the matching files: of a few files as of many."""
+    paths = sorted({str(file.relative_to(ROOT)) for target in TARGETS for file in ROOT.glob(target)})
+    paths = [path for path in paths if fnmatch.fnmatch(path, pattern) and not _left_out(path)]
+    every = [mutant for path in paths for mutant in mutants_of(path)]
+    if 0 < sample < len(every):
+        every = sorted(random.Random(seed).sample(every, sample), key=lambda m: (m.path, m.index))
+    return every
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="*", default=[])
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds a mutant")
-    parser.add_argument("--sample", type=int, help="so many of each file, drawn by --seed")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1)
-    options = parser.parse_args()
-    alive = total = 0
-    with tempfile.TemporaryDirectory(prefix="evenroute-mutants-") as folder:
-        trees: Queue[Path] = Queue()
-        for number in range(options.jobs):
-            place = Path(folder) / str(number)
-            place.mkdir()
-            trees.put(copy_of_tree(place))
-        for name in options.files or TESTS:
-            source = (ROOT / name).read_text()
-            made = mutants(source)
-            if options.sample is not None and options.sample < len(made):
-                made = random.Random(options.seed).sample(made, options.sample)
-
-            def run(mutant: tuple[int, str, str], name: str = name, source: str = source) -> bool:
-                tree = trees.get()
-                try:
-                    (tree / name).write_text(mutant[2])
-                    return survives(tree, TESTS[name], options.limit)
-                finally:
-                    (tree / name).write_text(source)
-                    trees.put(tree)
-
-            began = time.monotonic()
-            with ThreadPoolExecutor(options.jobs) as pool:
-                for (line, what, _), survived in zip(made, pool.map(run, made), strict=True):
-                    if survived:
-                        print(
-                            f"{name}:{line}: {what}: survives: {source.splitlines()[line - 1].strip()}",
-                            flush=True,
-                        )
-                        alive += 1
-            total += len(made)
-            print(f"{name}: {len(made)} mutants, {time.monotonic() - began:.0f} s", flush=True)
-    print(f"{total} mutants, {alive} survive")
-    return int(alive > 0)
+    parser.add_argument("--files", default="*", help="only source files that match this glob")
+    parser.add_argument(
+        "--sample", type=int, default=400, help="this many of all faults, evenly drawn; 0 = every one"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument(
+        "--again", type=Path, help="only the survivors that this output of an earlier run names"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
+    options = parser.parse_args(arguments)
+    for name in ("numba", "numpy", "msgspec", "pytest", "torch"):
+        __import__(name)  # once, before the forks
+    chosen = _chosen(options.files, options.sample if options.again is None else 0, options.seed)
+    if options.again is not None:
+        chosen = [mutant for mutant in chosen if str(mutant) in options.again.read_text()]
+    known = judged()
+    explained = survived = 0
+    for number, (mutant, passed) in enumerate(_verdicts(chosen, options.jobs), 1):
+        if passed:
+            why = known.get(mutant.key)
+            explained, survived = explained + (why is not None), survived + (why is None)
+            print(f"{'SURVIVED' if why is None else 'explained'} at line {mutant.line}: {mutant}", flush=True)
+        elif number % 20 == 0:
+            print(f"{number} of {len(chosen)}: {mutant.path}", flush=True)
+    noticed = len(chosen) - explained - survived
+    print(f"{len(chosen)} planted, {noticed} noticed, {explained} explained, {survived} survived")
+    return int(survived > 0)
 
 
 if __name__ == "__main__":

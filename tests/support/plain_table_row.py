@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb.placement.placement import PlacementRow, even_shares, normalize_shares
+from evenroute.eplb.placement.placement import PlacementRow
+from evenroute.eplb.placement.shares import even_shares, uneven_or_none
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.tables.row import SPAN_COUNT_BITS, fits_payload
 
@@ -56,7 +57,7 @@ def build_table_row(
     experts = slots[order]
     count = np.bincount(slots, minlength=num_experts)
     offset = np.concatenate(([0], np.cumsum(count)))
-    uneven = None if row.shares is None else normalize_shares(slots, row.shares)
+    uneven = None if row.shares is None else uneven_or_none(slots, row.shares)
     shares = (even_shares(slots) if uneven is None else uneven).astype(np.int64)[order]
     total = np.cumsum(shares)
     before = np.concatenate(([0], total))[offset[:-1]]

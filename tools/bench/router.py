@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from evenroute.eplb.placement.models import MODEL_SHAPES
-from evenroute.eplb.placement.placement import Placement, even_shares
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.shares import even_shares
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router

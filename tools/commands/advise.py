@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenroute.tools.errors import one_line_errors
 from evenroute.tools.options import AsJson, ExpertBytes, Layout, NumExperts, WeightBytes
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ ReplanMinutes = Annotated[float | None, typer.Option(help="Minutes between two p
 MinGain = Annotated[float, typer.Option(min=0, max=1, help="Least shortening of a step that is worth it.")]
 
 
-@one_line_errors
 def advise(
     loads: Loads,
     ep_size: EpSize = None,
@@ -118,11 +116,6 @@ def advise(
         typer.echo(json.dumps(facts))
     else:
         _show(facts, size)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(advise)
 
 
 def _assumed_ranks(source: LoadSource) -> int:

@@ -7,35 +7,28 @@ from typing import Annotated
 
 import typer
 
-from evenroute.tools.errors import fail, one_line_errors
+from evenroute.tools.errors import fail
 
 BENCHES = ("router", "planner", "transport", "migration", "ep")
 MODULES = {"ep": "ep.run"}  # where the module is not called as the bench
-FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+FORWARDS = True  # flags, to the benchmark's own parser
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `bench`; everything behind the name goes to the benchmark's own parser."""
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help=f"{', '.join(BENCHES)}; NAME --help for its flags.")] = "",
+) -> None:
+    """Measure router, planner, transport, migration or all of EP on this machine (NAME --help for flags)."""
+    if name in ("--help", "-h"):
+        typer.echo(context.get_help())
+        raise typer.Exit
+    if name not in BENCHES:
+        fail(f"bench: found {name!r}, expected one of {', '.join(BENCHES)}")
+    from evenroute.tools.run.launch import require_torch
 
-    @app.command(context_settings=FORWARD)
-    @one_line_errors
-    def bench(
-        context: typer.Context,
-        name: Annotated[str, typer.Argument(help=f"{', '.join(BENCHES)}; NAME --help for its flags.")] = "",
-    ) -> None:
-        """Measure router, planner, transport, migration or all of EP on this machine (NAME --help for flags)."""
-        if name in ("--help", "-h"):
-            typer.echo(context.get_help())
-            raise typer.Exit
-        if name not in BENCHES:
-            fail(f"bench: found {name!r}, expected one of {', '.join(BENCHES)}")
-        from evenroute.tools.run.launch import require_torch
-
-        options = importlib.import_module("evenroute.tools.bench.options")
-        if name in options.PARSERS:
-            options.PARSERS[name](context.args)  # help and wrong flags need no torch
-            require_torch(f"bench {name}")
-        status = importlib.import_module(f"evenroute.tools.bench.{MODULES.get(name, name)}").main(
-            context.args
-        )
-        raise typer.Exit(status or 0)
+    options = importlib.import_module("evenroute.tools.bench.options")
+    if name in options.PARSERS:
+        options.PARSERS[name](context.args)  # help and wrong flags need no torch
+        require_torch(f"bench {name}")
+    status = importlib.import_module(f"evenroute.tools.bench.{MODULES.get(name, name)}").main(context.args)
+    raise typer.Exit(status or 0)

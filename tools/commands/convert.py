@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenroute.tools.errors import check_output, one_line_errors
+from evenroute.tools.errors import check_output
 from evenroute.tools.options import Layout, NumExperts
 from evenroute.tools.report.words import visible
 
@@ -37,7 +37,6 @@ Unfinished = Annotated[
 ]
 
 
-@one_line_errors
 def convert(
     source: In,
     target: Out,
@@ -94,11 +93,6 @@ def convert(
     typer.echo(
         f"{visible(str(target))}: placement of {known.num_logical_experts} experts in {slots} slots for {to}"
     )
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(convert)
 
 
 def _open(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenroute.tools.errors import check_output, one_line_errors
+from evenroute.tools.errors import check_output
 from evenroute.tools.options import AsJson, Layout, NumExperts
 from evenroute.tools.report.facts import Settings, difference, placement_override, source_facts
 from evenroute.tools.report.words import one_line, visible
@@ -44,7 +44,6 @@ Html = Annotated[Path | None, typer.Option(help="Write one self-contained page w
 Png = Annotated[Path | None, typer.Option(help="Write a picture for a ticket (needs matplotlib).")]
 
 
-@one_line_errors
 def inspect(
     paths: Paths,
     layer: Layer = None,
@@ -87,11 +86,6 @@ def inspect(
         unfinished,
     )
     raise typer.Exit(run(paths, settings))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(inspect)
 
 
 def window_range(text: str) -> tuple[int, int | None]:

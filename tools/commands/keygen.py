@@ -7,19 +7,12 @@ from typing import Annotated
 
 import typer
 
-from evenroute.tools.errors import one_line_errors
 
+def keygen(
+    folder: Annotated[Path, typer.Argument(help="Folder for the new keys; made if absent.")],
+) -> None:
+    """Make CURVE keys: the rebalancer's, one for each role (rank, operator, viewer), and the list of known keys."""
+    from evenroute.dist.wire.keys import generate_keys
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-
-    @app.command()
-    @one_line_errors
-    def keygen(
-        folder: Annotated[Path, typer.Argument(help="Folder for the new keys; made if absent.")],
-    ) -> None:
-        """Make CURVE keys: the rebalancer's, one for each role (rank, operator, viewer), and the list of known keys."""
-        from evenroute.dist.wire.keys import generate_keys
-
-        for path in generate_keys(folder):
-            typer.echo(path)
+    for path in generate_keys(folder):
+        typer.echo(path)

@@ -7,21 +7,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from evenroute.tools.errors import one_line_errors
+from evenroute.tools.options import Address
 
-Address = Annotated[str, typer.Argument(help="ipc://PATH or tcp://HOST:PORT of the rebalancer.")]
 Keys = Annotated[Path | None, typer.Option(help="operator.toml.")]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for the answer.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-
-    @app.command()
-    @one_line_errors
-    def pause(address: Address, keys: Keys = None, timeout: Timeout = 5.0) -> None:
-        """Stop plans; placements stay and counts go on. Kept over restarts of the rebalancer."""
-        order_plans("pause", address, keys, timeout)
+def pause(address: Address, keys: Keys = None, timeout: Timeout = 5.0) -> None:
+    """Stop plans; placements stay and counts go on. Kept over restarts of the rebalancer."""
+    order_plans("pause", address, keys, timeout)
 
 
 def order_plans(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenroute.tools.errors import check_output, one_line_errors
+from evenroute.tools.errors import check_output
 from evenroute.tools.options import AsJson, Layout, NumExperts
 from evenroute.tools.report.words import visible
 
@@ -47,7 +47,6 @@ def _read_windows(sources: Sequence[LoadSource]) -> tuple[NDArray[np.float64], i
     return np.stack(newest).astype(np.float64), found
 
 
-@one_line_errors
 def plan(
     loads: Annotated[
         list[Path], typer.Argument(help="Loads: a store, dumps or other engines' files, oldest first.")
@@ -221,8 +220,3 @@ def _write_png(path: Path, windows: NDArray[np.float64], start: Placement, made:
     figure.savefig(buffer, format="png", dpi=120)
     pyplot.close(figure)
     write_beside_and_rename(path, buffer.getvalue())
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the `evenroute` app."""
-    app.command("plan")(plan)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenroute.tools.errors import check_output, one_line_errors
+from evenroute.tools.errors import check_output
+from evenroute.tools.options import Address
 from evenroute.tools.report.words import one_line, short
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ _LISTED = 16
 _OVER = {"ended", "refused", "failed", "lost"}
 _SILENT_S = 2.0  # ranks tell every half second or more often
 
-Address = Annotated[str, typer.Argument(help="ipc://PATH or tcp://HOST:PORT of the rebalancer.")]
 Keys = Annotated[Path | None, typer.Option(help="operator.toml (dump: viewer.toml will do).")]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 Mode = Annotated[
@@ -33,68 +33,64 @@ Mode = Annotated[
 ]
 Name = Annotated[str, typer.Option(help="Of the ranks' files, NAME-rank0.evd ...; default: the time in UTC.")]
 
+HELP = "Record windows or single passes: start, stop, dump."
 
-def register(app: typer.Typer) -> None:
-    """Add the command with its three subcommands."""
-    record = typer.Typer(help="Record windows or single passes: start, stop, dump.", no_args_is_help=True)
-    app.add_typer(record, name="record")
 
-    @record.command()
-    @one_line_errors
-    def start(
-        address: Address,
-        mode: Mode = "stat",
-        name: Name = "",
-        per_rank: Annotated[bool, typer.Option("--per-rank", help="Keep each rank's windows too.")] = False,
-        keys: Keys = None,
-        timeout: Timeout = 5.0,
-    ) -> None:
-        """Begin a recording; refused while one runs. Exit status 1 if some rank does not record."""
-        from evenroute.dist.client import command
-        from evenroute.dist.wire.control import RecordStart
+def start(
+    address: Address,
+    mode: Mode = "stat",
+    name: Name = "",
+    per_rank: Annotated[bool, typer.Option("--per-rank", help="Keep each rank's windows too.")] = False,
+    keys: Keys = None,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Begin a recording; refused while one runs. Exit status 1 if some rank does not record."""
+    from evenroute.dist.client import command
+    from evenroute.dist.wire.control import RecordStart
 
-        check_start(mode, name)
-        request = RecordStart(per_rank=per_rank, mode=mode, name=name)  # type: ignore[arg-type]
-        typer.echo(command(address, request, keys=keys, timeout_s=timeout))
-        if mode != "stat":
-            raise typer.Exit(started(address, keys, timeout))
+    check_start(mode, name)
+    request = RecordStart(per_rank=per_rank, mode=mode, name=name)  # type: ignore[arg-type]
+    typer.echo(command(address, request, keys=keys, timeout_s=timeout))
+    if mode != "stat":
+        raise typer.Exit(started(address, keys, timeout))
 
-    @record.command()
-    @one_line_errors
-    def stop(address: Address, keys: Keys = None, timeout: Timeout = 5.0) -> None:
-        """End the recording; it can still be dumped. Exit status 1 if some rank's files are not finished."""
-        from evenroute.dist.client import command
-        from evenroute.dist.wire.control import RecordStop
 
-        typer.echo(command(address, RecordStop(), keys=keys, timeout_s=timeout))
-        raise typer.Exit(stopped(address, keys, timeout))
+def stop(address: Address, keys: Keys = None, timeout: Timeout = 5.0) -> None:
+    """End the recording; it can still be dumped. Exit status 1 if some rank's files are not finished."""
+    from evenroute.dist.client import command
+    from evenroute.dist.wire.control import RecordStop
 
-    @record.command()
-    @one_line_errors
-    def dump(
-        address: Address,
-        output: Annotated[
-            Path | None, typer.Option("-o", "--output", help="File to write, whole or not at all.")
-        ] = None,
-        rank: Annotated[int | None, typer.Option(help="One rank's windows instead of the job's.")] = None,
-        keys: Keys = None,
-        timeout: Timeout = 30.0,
-    ) -> None:
-        """Write the recorded windows, running or ended, as a dump that `evenroute inspect` and `replay` read.
+    typer.echo(command(address, RecordStop(), keys=keys, timeout_s=timeout))
+    raise typer.Exit(stopped(address, keys, timeout))
 
-        Of a recording of passes it also says where the ranks' own files are; without -o it says only that.
-        """
-        from evenroute.dist.client import query_status
 
-        check_output("-o", output)
-        status = query_status(address, keys=keys, timeout_s=timeout)
-        if output is None and status.recording_mode in ("", "stat"):
-            raise ValueError("-o: missing, expected the file to write the windows to")
-        if output is not None:
-            number, tokens = write_dump(address, output, rank=rank, keys=keys, timeout_s=timeout)
-            typer.echo(f"{output}: {number} windows, {tokens} tokens")
-        for line in [*summary_lines(status), *rank_lines(status)]:
-            typer.echo(line)
+def dump(
+    address: Address,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File to write, whole or not at all.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="One rank's windows instead of the job's.")] = None,
+    keys: Keys = None,
+    timeout: Timeout = 30.0,
+) -> None:
+    """Write the recorded windows, running or ended, as a dump that `evenroute inspect` and `replay` read.
+
+    Of a recording of passes it also says where the ranks' own files are; without -o it says only that.
+    """
+    from evenroute.dist.client import query_status
+
+    check_output("-o", output)
+    status = query_status(address, keys=keys, timeout_s=timeout)
+    if output is None and status.recording_mode in ("", "stat"):
+        raise ValueError("-o: missing, expected the file to write the windows to")
+    if output is not None:
+        number, tokens = write_dump(address, output, rank=rank, keys=keys, timeout_s=timeout)
+        typer.echo(f"{output}: {number} windows, {tokens} tokens")
+    for line in [*summary_lines(status), *rank_lines(status)]:
+        typer.echo(line)
+
+
+SUBCOMMANDS = (start, stop, dump)
 
 
 def check_start(mode: str, name: str) -> None:

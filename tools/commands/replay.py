@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenroute.tools.errors import one_line_errors
 from evenroute.tools.options import AsJson, ExpertBytes, Layout, NumExperts, WeightBytes
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ Share = Annotated[float, typer.Option(min=0, max=1, help="Part of a step that ex
 Model = Annotated[str | None, typer.Option(help="Model whose expert size to use.")]
 
 
-@one_line_errors
 def replay(
     loads: Loads,
     interval: Interval = "1",
@@ -116,11 +114,6 @@ def replay(
         assumed=assumed,
     )
     _show(sources, results, begins, size, experts_share, as_json)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(replay)
 
 
 def _assumed_ranks(source: LoadSource) -> int:

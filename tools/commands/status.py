@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenroute.tools.errors import one_line_errors
+from evenroute.tools.options import Address
 from evenroute.tools.report.words import one_line
 
 if TYPE_CHECKING:
@@ -18,30 +18,25 @@ DEGRADED = 1
 SILENT_S = 5.0  # a rank that was heard, but not for so long, is silent; as in `evenroute top`
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
+def status(
+    address: Address,
+    keys: Annotated[Path | None, typer.Option(help="viewer.toml or operator.toml.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Ask a rebalancer how it is: state, versions, ranks, planner, counts. Exit 0, 1 degraded, 2 unreachable."""
+    from evenroute.dist.client import query_status
 
-    @app.command()
-    @one_line_errors
-    def status(
-        address: Annotated[str, typer.Argument(help="ipc://PATH or tcp://HOST:PORT of the rebalancer.")],
-        keys: Annotated[Path | None, typer.Option(help="viewer.toml or operator.toml.")] = None,
-        timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 5.0,
-        as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-    ) -> None:
-        """Ask a rebalancer how it is: state, versions, ranks, planner, counts. Exit 0, 1 degraded, 2 unreachable."""
-        from evenroute.dist.client import query_status
+    if not timeout > 0:
+        raise ValueError(f"--timeout: {timeout:g} found, expected a number above 0")
+    found = query_status(address, keys=keys, timeout_s=timeout)
+    if as_json:
+        import msgspec
 
-        if not timeout > 0:
-            raise ValueError(f"--timeout: {timeout:g} found, expected a number above 0")
-        found = query_status(address, keys=keys, timeout_s=timeout)
-        if as_json:
-            import msgspec
-
-            typer.echo(msgspec.json.encode({"healthy": found.healthy, **msgspec.to_builtins(found)}).decode())
-        else:
-            typer.echo("\n".join(status_lines(found)))
-        raise SystemExit(0 if found.healthy else DEGRADED)
+        typer.echo(msgspec.json.encode({"healthy": found.healthy, **msgspec.to_builtins(found)}).decode())
+    else:
+        typer.echo("\n".join(status_lines(found)))
+    raise SystemExit(0 if found.healthy else DEGRADED)
 
 
 def _key(key: tuple[int, int]) -> str:

@@ -8,16 +8,14 @@ from typing import Annotated
 
 import typer
 
-from evenroute.tools.errors import one_line_errors
+from evenroute.tools.options import Address
 
-Address = Annotated[str, typer.Argument(help="ipc://PATH or tcp://HOST:PORT of the rebalancer.")]
 Keys = Annotated[Path | None, typer.Option(help="viewer.toml or operator.toml.")]
 Interval = Annotated[float, typer.Option(help="Seconds between two looks.")]
 Frames = Annotated[int | None, typer.Option(min=1, help="Looks before it ends; 1 if stdout is no terminal.")]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 
 
-@one_line_errors
 def top(
     address: Address,
     keys: Keys = None,
@@ -36,11 +34,6 @@ def top(
     console = Console(highlight=False, markup=False)  # names come from peers
     limit = frames if frames is not None else (None if console.is_terminal else 1)
     raise typer.Exit(watch(address, keys, interval, limit, timeout, console))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(top)
 
 
 def watch(

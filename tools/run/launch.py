@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import logging
 import sys
 from typing import NoReturn
 
@@ -32,8 +32,26 @@ def count_gpus() -> int:
 
 
 def launch(module: str, argv: list[str], ranks: int) -> NoReturn:
-    """Become `torchrun --standalone --nproc-per-node ranks -m module argv...`: its output and exit status are ours."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", module, *argv]
-    sys.stdout.flush()
-    os.execv(sys.executable, command)
+    """Run `torchrun --standalone --nproc-per-node ranks -m module argv...` in this process; end with its exit status.
+
+    After Ctrl-C or SIGTERM the ranks get the signal and have torchrun's 30 s to end; nobody prints a traceback.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    try:
+        torchrun.main(["--standalone", "--nproc-per-node", str(ranks), "-m", module, *argv])
+    except SignalException as ended:
+        raise SystemExit(128 + ended.sigval) from None
+    except ChildFailedError as failed:
+        _, first = failed.get_first_failure()
+        if first.exitcode < 0:
+            print(
+                f"evenroute: local rank {first.local_rank} was ended by signal {-first.exitcode}",
+                file=sys.stderr,
+            )
+            raise SystemExit(128 - first.exitcode) from None
+        raise SystemExit(first.exitcode) from None
+    raise SystemExit(0)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from evenroute.eplb.loads.balance import Balancedness
 from evenroute.eplb.placement.placement import Placement
+from evenroute.tools.stress.options import StressOptions
 
 
 class SegmentLike(Protocol):
@@ -151,6 +152,22 @@ def _summary_table(report: dict[str, Any]) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def beginning(options: StressOptions, ranks: int, device: str) -> str:
+    """What the run is about to do, in a few lines."""
+    shape = options.shape
+    groups = f" of {shape.topk_group} in {shape.num_groups} groups" if shape.num_groups > 1 else ""
+    planner = {"start": "a rebalancer of its own", "off": "no rebalancer"}.get(
+        options.rebalancer, f"the rebalancer at {options.rebalancer}"
+    )
+    slots = f"{shape.num_layers} layers of {shape.num_logical_experts} experts in {shape.num_slots} slots"
+    return (
+        f"{options.steps} steps on {ranks} ranks ({device}), {options.tokens} tokens a rank and step, "
+        f"{options.routing} routing\n{shape.name}: {slots}, top-{shape.top_k}{groups}; {planner}, policy "
+        f"{options.policy}\neach step: every layer's logits are routed, counted and checked; placements switch while "
+        "it runs; Ctrl-C ends it with a summary"
+    )
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:

@@ -31,9 +31,17 @@ from evenroute.tools.stress.checks import Finding, StepChecks, stored_counts
 from evenroute.tools.stress.measure import ForwardCost, SegmentRecorder
 from evenroute.tools.stress.moe import MoeStress
 from evenroute.tools.stress.options import StressOptions
-from evenroute.tools.stress.report import headline, key_label, print_report, segment_rows, write_report
+from evenroute.tools.stress.report import (
+    beginning,
+    headline,
+    key_label,
+    print_report,
+    segment_rows,
+    write_report,
+)
 
 MEET_LIMIT_S = 60.0  # as the agents' votes
+INTERRUPTED = 128 + signal.SIGINT  # exit status after Ctrl-C
 RESHUFFLE_SEED = 7919  # any number other than the run's own seed
 
 
@@ -102,7 +110,7 @@ class StressRank:
             device=device,
         )
         bias = torch.zeros(shape.num_logical_experts, device=device) if shape.use_bias else None
-        self.bias = self.source.effective_bias(bias)
+        self.bias = None if options.routing == "fake" else bias
         self.recorder = SegmentRecorder(
             shape.num_layers, shape.num_logical_experts, options.shape.num_slots, device
         )
@@ -120,6 +128,8 @@ class StressRank:
         self.cost = ForwardCost()
         self.agent: RankAgent | None = None
         self.seconds = 0.0
+        self.steps_done = 0
+        self.interrupted = False  # set by a signal: all ranks end together, before their next step
         # Of its own, so that nobody waits for long in `_meet` for a rank that is gone.
         self._meeting = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=MEET_LIMIT_S))
 
@@ -164,7 +174,8 @@ class StressRank:
         with Progress(*columns, console=console, disable=self.rank != 0, transient=True) as progress:
             task = progress.add_task("routing", total=self.options.steps)
             for _ in range(self.options.steps):
-                self._meet()
+                if self._meet():
+                    break
                 before, waited = time.perf_counter(), self.agent.vote_wait_s
                 placed = self.agent.step(self.options.tokens)
                 self.cost.step_us.append((time.perf_counter() - before) * 1e6)
@@ -175,6 +186,7 @@ class StressRank:
                 if self.options.step_delay:
                     time.sleep(self.options.step_delay)
                 self.cost.whole_us.append((time.perf_counter() - before) * 1e6)
+                self.steps_done += 1
                 progress.update(task, advance=1, description=f"routing, placement {self._key_label()}")
                 self._tell(placed.step + 1, console)
         if self.device.type == "cuda":
@@ -182,13 +194,17 @@ class StressRank:
         self.seconds = time.perf_counter() - start
         self.recorder.close()
 
-    def _meet(self) -> None:
+    def _meet(self) -> bool:
+        """Wait for the others; whether one of them was interrupted."""
         if self._meeting is None:
-            return
+            return False
+        interrupted = torch.tensor([float(self.interrupted)])
         try:
-            torch_dist.all_reduce(torch.zeros(1), group=self._meeting)
+            torch_dist.all_reduce(interrupted, group=self._meeting)
         except RuntimeError:
             self._meeting = None  # the votes say which rank is missing, and end the job
+            return False
+        return bool(interrupted)
 
     def _tell(self, done: int, console: Console) -> None:
         """A line at each tenth where no progress bar can be drawn (a log file, CI)."""
@@ -248,8 +264,8 @@ class StressRank:
         rows = segment_rows(self.recorder.segments)
         options = self.options
         report: dict[str, Any] = headline(rows)
-        report["steps"] = options.steps
-        report["steps_per_second"] = options.steps / self.seconds
+        report["steps"] = self.steps_done
+        report["steps_per_second"] = self.steps_done / self.seconds
         report["forward_thread"] = self.cost.summary(self.group)
         report["ranks"] = self.ep_size
         report["device"] = (
@@ -271,7 +287,7 @@ class StressRank:
         unsent = self.agent.unsent()
         return stored_counts(
             self.group,
-            counted=self.options.steps * self.options.tokens if reports else 0,
+            counted=self.steps_done * self.options.tokens if reports else 0,
             unsent=unsent.in_flight_tokens + unsent.open_tokens if reports else 0,
             store=own.store if own is not None else None,
             run=self.agent.run,
@@ -280,6 +296,7 @@ class StressRank:
 
 def run_rank(options: StressOptions) -> int:
     """Runs this rank to its end; returns the exit status."""
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(INTERRUPTED))
     # torchrun ends its ranks with SIGTERM: leave through `finally`, so that the rebalancer and its folder go too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     device = pick_device()
@@ -288,7 +305,10 @@ def run_rank(options: StressOptions) -> int:
     assert group is not None
     console = Console(width=None if sys.stdout.isatty() else 100)
     rank = StressRank(options, device, group)
+    signal.signal(signal.SIGINT, lambda *_: setattr(rank, "interrupted", True))
     own: ChildRebalancer | None = None
+    if rank.rank == 0:
+        console.print(beginning(options, rank.ep_size, device.type), highlight=False)
     try:
         address = "" if options.rebalancer == "off" else options.rebalancer
         if options.rebalancer == "start":
@@ -299,6 +319,8 @@ def run_rank(options: StressOptions) -> int:
         rank.run(console)
         assert rank.agent is not None
         rank.agent.close()
+        if rank.steps_done == 0:  # interrupted during the start: there is nothing to report
+            sys.exit(INTERRUPTED)
         if rank.moe is not None:
             rank.moe.close()
         report = rank.report(own)
@@ -307,8 +329,12 @@ def run_rank(options: StressOptions) -> int:
             own.close()
     if rank.rank == 0:
         print_report(report, console)
+        if rank.steps_done < options.steps:
+            console.print(f"interrupted after {rank.steps_done} of {options.steps} steps", highlight=False)
         if options.report is not None:
             write_report(options.report, report)
     torch_dist.barrier(group=group)
     torch_dist.destroy_process_group()
-    return 1 if any(finding["held"] is False for finding in report["invariants"]) else 0
+    if any(finding["held"] is False for finding in report["invariants"]):
+        return 1
+    return INTERRUPTED if rank.steps_done < options.steps else 0

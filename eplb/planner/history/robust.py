@@ -16,12 +16,6 @@ ROBUST_ROUNDS = 5
 ROBUST_STEP = 1.0
 
 
-def worst_window(windows: NDArray[np.float64], placement: Placement) -> float:
-    """Smallest mean balancedness over the windows; 1.0 without load."""
-    means = [placement_balancedness(loads, placement).mean for loads in windows]
-    return min((mean for mean in means if mean is not None), default=1.0)
-
-
 def plan_windows(
     windows: NDArray[np.float64], how: str, make: Planner
 ) -> tuple[Placement, NDArray[np.float64]]:

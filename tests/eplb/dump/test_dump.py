@@ -20,7 +20,8 @@ from evenroute.eplb.dump.partial import unfinished_of
 from evenroute.eplb.dump.reader import DumpReader, read_dump
 from evenroute.eplb.dump.writer import DumpWriter
 from evenroute.eplb.loads.source import LoadWindow, PlacementEvent
-from evenroute.eplb.placement.placement import Placement, even_shares
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.shares import even_shares
 from evenroute.eplb.placement.topology import Topology
 from support.foreign_files import random_counts, random_map
 

@@ -33,6 +33,7 @@ from evenroute.eplb.dump.format import (
 from evenroute.eplb.files.open import open_sources
 from evenroute.eplb.files.safetensors import write_safetensors
 from support.command import assert_one_line_error, evenroute
+from support.control_plane import patience
 
 ONES = np.ones((2, 4), "<u2")
 SLOTS = np.array([[0, 1, 2, 3]] * 2, "<i4")
@@ -75,7 +76,7 @@ def refused(path: Path, *parts: str) -> None:
         ["convert", path, path.with_suffix(".out"), "--to", "sglang", "--what", "loads"],
     ):
         assert_one_line_error(evenroute(*words), path.name, *parts)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 20 * patience()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_nests_of_references_do_not_unfold(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text(f"a: &a [x, x]\n{nests}{rest}")
     began = time.monotonic()
     assert_one_line_error(evenroute("inspect", tmp_path / "b.yaml"), "layer 0 must be a list of integers")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 10 * patience()
 
 
 def test_arrays_that_memory_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

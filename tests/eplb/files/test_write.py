@@ -17,7 +17,8 @@ from evenroute.eplb.files.open import open_source, open_sources
 from evenroute.eplb.files.write import ModelLayers, write_loads, write_placement
 from evenroute.eplb.loads.source import PlacementMap
 from evenroute.eplb.placement.file import load_placement_set, save_placement, update_placement_set
-from evenroute.eplb.placement.placement import Placement, even_shares
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.shares import even_shares
 from evenroute.eplb.placement.topology import Topology
 from support.control_plane import wait_for
 from support.foreign_files import random_counts, random_map

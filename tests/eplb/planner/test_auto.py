@@ -7,7 +7,7 @@ from evenroute.eplb.loads.balance import balancedness, rank_loads
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.backtest import backtest
-from evenroute.eplb.planner.history.windows import by_phase, combine_windows, sampling_loss, tokens_needed
+from evenroute.eplb.planner.history.windows import combine_windows, sampling_loss
 from evenroute.eplb.planner.locality import crossing_fraction
 from evenroute.eplb.planner.plan import plan_placement
 from evenroute.eplb.planner.warm_up import warm_up
@@ -55,16 +55,16 @@ def test_hierarchical_is_a_candidate_where_asked() -> None:
     assert "hierarchical" in plan.reason
 
 
-def test_too_few_tokens_are_named_and_the_number_needed_holds() -> None:
+def test_too_few_tokens_are_named_and_the_loss_foreseen_holds() -> None:
     topology = Topology(8)
-    need = tokens_needed(TRUTH, topology=topology, num_slots=80, top_k=4, loss=0.02)
     share = TRUTH / TRUTH.sum(axis=1, keepdims=True)
-    losses = []
+    losses, foreseen = [], []
     for seed in range(8):
-        counts = np.random.default_rng(seed).multinomial(need * 4, share)
+        counts = np.random.default_rng(seed).multinomial(2000, share)
         plan = plan_placement(counts, topology=topology, num_slots=80)
         losses.append(1 - balancedness(rank_loads(TRUTH, plan.placement)).mean)
-    assert np.mean(losses) == pytest.approx(0.02, rel=0.5)
+        foreseen.append(sampling_loss(counts, topology, 80).mean())
+    assert np.mean(losses) == pytest.approx(np.mean(foreseen), rel=0.5)
     few = plan_placement(np.random.default_rng(0).multinomial(200, share), topology=topology, num_slots=80)
     assert "too few tokens" in few.notices[0]
     many = plan_placement(np.random.default_rng(0).multinomial(10**7, share), topology=topology, num_slots=80)
@@ -77,11 +77,6 @@ def test_ways_to_combine_windows() -> None:
     assert combine_windows(windows, "mean").tolist() == [[4, 2]]
     assert combine_windows(windows, "last").tolist() == [[0, 0]]
     assert combine_windows(windows, "ewma").tolist() == [[0.5, 0.5]]
-    with pytest.raises(ValueError, match="expected one of mean, last, ewma, robust"):
-        combine_windows(windows, "median")
-    phases = by_phase(windows, ["prefill", "decode", "prefill"])
-    assert list(phases) == ["prefill", "decode"]
-    assert phases["prefill"].shape == (2, 1, 2)
 
 
 def test_backtest_prefers_the_last_window_under_drift_and_the_mean_under_noise() -> None:
@@ -105,8 +100,6 @@ def test_backtest_prefers_the_last_window_under_drift_and_the_mean_under_noise()
         drifting, topology=Topology(8), num_slots=80, current=placement, policy="weighted", windows="auto"
     )
     assert "last would have given" in plan.notices[0]
-    with pytest.raises(ValueError, match="at least 2 windows, found 1"):
-        backtest(noisy[:1], placement=placement)
 
 
 def test_source_loads_keep_tokens_on_their_node_at_equal_balance() -> None:

@@ -8,14 +8,8 @@ import pytest
 from evenroute.eplb.loads.balance import balancedness, rank_loads, slot_loads, validate_loads
 from evenroute.eplb.placement.file import load_placement, save_placement
 from evenroute.eplb.placement.models import MODEL_SHAPES
-from evenroute.eplb.placement.placement import (
-    Placement,
-    PlacementRow,
-    even_shares,
-    normalize_shares,
-    placement_digest,
-    row_digest,
-)
+from evenroute.eplb.placement.placement import Placement, PlacementRow, placement_digest, row_digest
+from evenroute.eplb.placement.shares import even_shares, uneven_or_none
 from evenroute.eplb.placement.topology import Topology, automatic_redundant_experts, check_plan_numbers
 
 
@@ -89,7 +83,7 @@ def test_shares_sum_to_65535_and_even_ones_vanish() -> None:
     slots = np.array([0, 1, 2, 0, 1, 0], dtype=np.int32)
     even = even_shares(slots)
     assert even.tolist() == [21845, 32768, 65535, 21845, 32767, 21845]
-    assert normalize_shares(slots, even) is None
+    assert uneven_or_none(slots, even) is None
     topology = Topology(3)
     assert Placement(slots[None], 3, topology, even[None]).shares is None
     uneven = np.array([65535, 1, 65535, 0, 65534, 0], dtype=np.uint16)

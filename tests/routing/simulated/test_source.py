@@ -26,7 +26,6 @@ class Shape:
     num_groups: int = 1
     topk_group: int = 1
     softcap: float | None = None
-    bias_domain: str = "logit"
 
 
 GROUPED = Shape(num_groups=8, topk_group=4)
@@ -38,14 +37,12 @@ def scores_of(logits, scoring):
     return torch.sigmoid(logits) if scoring == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
 
 
-def choose(logits, shape, bias=None):
+def choose(logits, shape):
     """Plain top-k of a DeepSeek-style router: [T, K] ids."""
     x = logits.double()
     if shape.softcap is not None:
         x = shape.softcap * torch.tanh(x / shape.softcap)
     keys = x if shape.scoring == "softmax" else scores_of(x, shape.scoring)
-    if bias is not None:
-        keys = keys + bias
     if shape.num_groups > 1:
         grouped = keys.view(len(keys), shape.num_groups, -1)
         best = grouped.topk(2, -1).values.sum(-1).topk(shape.topk_group, -1).indices
@@ -58,12 +55,12 @@ def read_loads(path):
     return np.asarray(json.loads(path.read_text())["logical_count"])
 
 
-def measured(source, layer, tokens, shape, bias=None):
+def measured(source, layer, tokens, shape):
     count = np.zeros(shape.num_experts)
     done = 0
     for step in range(10**6):
         rows = min(8192, tokens - done)
-        ids = choose(source.logits(layer, rows, step), shape, bias)
+        ids = choose(source.logits(layer, rows, step), shape)
         count += np.bincount(ids.flatten().numpy(), minlength=shape.num_experts)
         done += rows
         if done == tokens:
@@ -97,16 +94,13 @@ def test_every_layer_of_every_real_file_can_be_followed(shared_data):
     ("scoring", "softcap"), [("softmax", None), ("softmax", 3.0), ("sigmoid", None), ("sqrtsoftplus", None)]
 )
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2)], ids=["plain", "groups"])
-@pytest.mark.parametrize("biased", [False, True])
-def test_trace_hits_its_sets_under_every_scoring(scoring, groups, biased, softcap):
+def test_trace_hits_its_sets_under_every_scoring(scoring, groups, softcap):
     shape = Shape(32, 4, scoring, *groups, softcap)
     rng = np.random.default_rng(5)
     loads = rng.lognormal(size=(3, 32))
-    bias = torch.from_numpy(rng.uniform(-0.1, 0.1, (3, 32)).astype(np.float32)) if biased else None
-    source = LogitSource("trace", shape, 3, seed=2, loads=loads, bias=bias)
+    source = LogitSource("trace", shape, 3, seed=2, loads=loads)
     for layer in range(3):
-        row_bias = None if bias is None else bias[layer]
-        found = measured(source, layer, 20_000, shape, row_bias)
+        found = measured(source, layer, 20_000, shape)
         assert variation(found, loads[layer] / loads[layer].sum()) < 0.01
 
 
@@ -180,13 +174,12 @@ def test_zipf_popularity_and_reshuffle():
     assert variation(measured(source, 0, 50_000, shape), before[0]) > 0.2
 
 
-def test_fake_logits_are_uniform_between_5_and_10_and_lose_the_bias():
+def test_fake_logits_are_uniform_between_5_and_10():
     source = LogitSource("fake", Shape(), 1, seed=0)
     logits = source.logits(0, 4000, 0)
     assert 5.0 <= float(logits.min()) < 5.001
     assert 9.999 < float(logits.max()) <= 10.0
     assert abs(float(logits.mean()) - 7.5) < 0.01
-    assert source.effective_bias(torch.ones(256)) is None
     assert not source.reshuffle(1)
     logits.zero_()
     assert float(source.logits(0, 4000, 0).min()) >= 5.0  # the caller's own copy
@@ -220,20 +213,6 @@ def test_round_robin_deals_slots_over_ranks(experts, top_k, ep_size):
     assert max(per_rank) - min(per_rank) <= 1
 
 
-def test_round_robin_refuses_rows_that_would_repeat_an_expert():
-    with pytest.raises(ValueError, match="more than the 2 experts of a rank"):
-        LogitSource("round-robin", Shape(8, 8), 1, seed=0, ep_size=3)
-
-
-@pytest.mark.parametrize("kind", ["uniform", "round-robin"])
-def test_padding_rows_stay_minus_one(kind):
-    source = LogitSource(kind, Shape(16, 4), 1, seed=0)
-    ids = source.ids(0, 8, 0, torch.tensor(5, dtype=torch.int32))
-    assert bool((ids[5:] == -1).all())
-    assert bool((ids[:5] >= 0).all())
-    assert source.rewrites_ids
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_same_keys_give_the_same_rows(kind, shared):
@@ -262,18 +241,6 @@ def test_batches_longer_than_the_noise_pool():
     assert not torch.equal(logits[:2048], logits[2048:4096])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("zpf", Shape(), 1, 0), "is not one of fake, uniform"),
-        (("trace", Shape(), 1, 0), "needs loads"),
-    ],
-)
-def test_wrong_use_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        LogitSource(*arguments)
-
-
 def test_probabilities_above_one_are_capped():
     found = proportional_probabilities(np.array([10.0, 5.0, 1.0, 1.0]), 3)
     np.testing.assert_allclose(found, [1, 1, 0.5, 0.5])
@@ -287,17 +254,16 @@ def test_sources_drive_the_router(kind):
     router = Router(config, tables, backend="reference")
     rng = np.random.default_rng(3)
     loads = rng.lognormal(0.0, 0.5, (1, 32)) if kind == "trace" else None
-    bias = torch.from_numpy(rng.uniform(-0.1, 0.1, 32).astype(np.float32))
-    source = LogitSource(kind, config, 1, seed=0, loads=loads, bias=bias, ep_size=4)
+    source = LogitSource(kind, config, 1, seed=0, loads=loads, ep_size=4)
     valid = torch.tensor([4900], dtype=torch.int32)
     for step in range(4):
         if source.rewrites_ids:
-            ids, weights = source.ids(0, 5000, step, valid), source.weights(5000)
+            ids, weights = source.ids(0, 5000, step), source.weights(5000)
             out = router(None, 0, logical_ids=ids, weights=weights, num_valid_tokens=valid)
             assert torch.equal(out.weights[:4900], weights[:4900])
         else:
             logits = source.logits(0, 5000, step)
-            out = router(logits, 0, bias=source.effective_bias(bias), num_valid_tokens=valid)
+            out = router(logits, 0, num_valid_tokens=valid)
         assert bool((out.physical_ids[4900:] == -1).all())
     counts = router.counters.take()[0].double().numpy()
     assert counts.sum() == 4 * 4900 * 4

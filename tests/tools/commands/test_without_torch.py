@@ -167,3 +167,34 @@ def test_the_rebalancer_serves_a_job_and_its_store_is_read(
     assert json.loads(inspected.stdout)
     gone = run(blocked, "status", rebalancer.bind)
     assert gone.returncode == 2
+
+
+@pytest.mark.parametrize("name", ["router", "migration", "ep"])
+def test_benches_that_need_torch_say_their_help_and_name_the_extra(
+    blocked: dict[str, str], name: str
+) -> None:
+    done = run(blocked, "bench", name, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: evenroute bench {name} ")
+    done = run(blocked, "bench", name)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"evenroute: error: bench {name} needs torch, which is not installed: pip install 'evenroute[rank]'\n"
+    )
+
+
+def test_the_stress_run_says_its_help_and_names_the_extra(blocked: dict[str, str]) -> None:
+    done = run(blocked, "stress", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--routing" in done.stdout
+    done = run(blocked, "stress", "--nproc-per-node", 2)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "evenroute: error: stress needs torch, which is not installed: pip install 'evenroute[rank]'\n"
+    )
+
+
+def test_bench_says_its_help(blocked: dict[str, str]) -> None:
+    done = run(blocked, "bench", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "NAME --help for flags" in " ".join(done.stdout.split())
