@@ -85,9 +85,7 @@ class Changes:
         assert head is not None
         if head.kind == "change" and head.number in self._all.void:
             self._all.core.changing = False
-        settled = head.number in self._all.served or (
-            head.kind == "change" and head.number in self._all.void
-        )
+        settled = head.number in self._all.served or (head.kind == "change" and head.number in self._all.void)
         if not settled:
             return []
         leavers = self._leavers()
@@ -123,7 +121,9 @@ class Changes:
     def _join(self, now: float) -> list[MemberOutgoing]:
         current = self._current()
         waiting = [
-            one for one in self._all.joiners.values() if now - one.at < 4 * max(1.0, self._all.limits.silent_s)
+            one
+            for one in self._all.joiners.values()
+            if now - one.at < 4 * max(1.0, self._all.limits.silent_s)
         ]
         if current is None or not waiting:
             return []
@@ -134,7 +134,13 @@ class Changes:
             return []
         first = self._numbers()
         joined = tuple(
-            Member(first + place, one.report.me.identity, one.report.me.host, one.report.me.port, one.report.me.node)
+            Member(
+                first + place,
+                one.report.me.identity,
+                one.report.me.host,
+                one.report.me.port,
+                one.report.me.node,
+            )
             for place, one in enumerate(waiting)
         )
         loads = self._all.core.loads()

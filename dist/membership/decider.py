@@ -155,7 +155,12 @@ class MembershipCore:
 
     def _is_other(self, report: MemberReport, record: MembershipRecord) -> bool:
         """A joiner may stand by a record of a store that was lost, with the same number."""
-        return record is self.head and not report.installed and bool(report.ready) and report.ready_run != record.run
+        return (
+            record is self.head
+            and not report.installed
+            and bool(report.ready)
+            and report.ready_run != record.run
+        )
 
     def _is_served(self, number: int, now: float) -> list[MemberOutgoing]:
         record, head = self.ledger.find(number), self.head

@@ -69,7 +69,9 @@ class MemberCore:
         self.missing: tuple[int, ...] = ()
         self.unfit = False
         self._offer_order = (0, 0)
-        self._last_offer: MembershipRecord | None = None  # outlives a halt: a vote may have decided it meanwhile
+        self._last_offer: MembershipRecord | None = (
+            None  # outlives a halt: a vote may have decided it meanwhile
+        )
         self._pending: list[MembershipRecord] = []
         self._due = True
         self._seq = 0
@@ -337,4 +339,6 @@ class MemberCore:
         return rows
 
     def _offer_of(self, number: int) -> MembershipRecord | None:
-        return self._last_offer if self._last_offer is not None and self._last_offer.number == number else None
+        return (
+            self._last_offer if self._last_offer is not None and self._last_offer.number == number else None
+        )

@@ -101,7 +101,19 @@ def vote_vector(
 ) -> NDArray[np.int64]:
     """One rank's vote, int64 [VECTOR_LENGTH]; all values are below 2^62, so each has a negative."""
     (epoch, version), digest = (NO_KEY, 0) if voted is None else (voted.key, voted.digest)
-    values = (epoch, -epoch, version, -version, digest, -digest, staged, -int(error), state_hash, -state_hash, go)
+    values = (
+        epoch,
+        -epoch,
+        version,
+        -version,
+        digest,
+        -digest,
+        staged,
+        -int(error),
+        state_hash,
+        -state_hash,
+        go,
+    )
     return np.array(values, dtype=np.int64)
 
 
