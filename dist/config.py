@@ -106,6 +106,9 @@ class RebalancerSettings:
     max_rank_silence_s: Seconds = 10.0  # a rank not heard for so long is reported missing
     version_limit_s: Seconds = 30.0  # first time-out of a version that is not taken up; doubles
     listen_s: Seconds = 10.0  # at start: ranks of a known run are waited for so long
+    member_silence_s: Seconds = (
+        1.0  # after a rank halted: one that says nothing for so long is taken for dead
+    )
 
     def __post_init__(self) -> None:
         _check_fields("rebalancer", self)

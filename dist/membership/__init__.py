@@ -5,6 +5,7 @@ decider       the rebalancer's side: halts, death records, who is ready, who ser
 ledger        the records in the store, one behind the other
 member        a member's side: reports, halting, what a record means
 rebalancer    the rebalancer core that goes from one membership's run to the next
+service       the driver of all that in the rebalancer's process
 rows          the rows that a membership begins with: pure functions
 types         small records and limits
 """

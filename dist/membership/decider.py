@@ -240,7 +240,10 @@ class MembershipCore:
             return {}
         number = self.head.number
         reports = {one: self.heard[one].report for one in sorted(self.heard)}
-        return {one: r for one, r in reports.items() if r.halted and r.seen == number and r.installed}
+        known = {record.number for record in self.ledger.records}
+        return {
+            one: r for one, r in reports.items() if r.halted and r.seen == number and r.installed in known
+        }
 
     def _turn(self, now: float) -> list[MemberOutgoing]:
         head = self.head
@@ -260,14 +263,16 @@ class MembershipCore:
 
     def _begin_life(self, now: float) -> None:
         """A dead rank can't report to a life that begins; with the job's records in the store, those that halted do."""
-        got, head = self.got(), self.head
+        head = self.head
         assert head is not None
-        if not got:
+        reports = {one: known.report for one, known in self.heard.items()}
+        if not any(report.halted for report in reports.values()):
             self.halting_since = None
             return
         self.halting_since = now if self.halting_since is None else self.halting_since
-        if not self._waits_for(self._top(got), got, now):
-            self.core.begin_life((report.fence for report in got.values()), now)
+        if not self._waits_for(head, reports, now):
+            self.core.begin_life((report.fence for report in reports.values()), now)
+            self.halting_since = None
 
     def _top(self, got: dict[int, MemberReport]) -> MembershipRecord:
         """What the death record follows: the highest that some report has installed, or the last that is a fact."""

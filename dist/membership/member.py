@@ -150,6 +150,10 @@ class MemberCore:
         mine = next((one for one in record.members if one.identity == self.me.identity), None)
         if self.job and record.job != self.job:
             return
+        follows = self.offered is not None and record.prev == self.offered.number == self.ready
+        if follows and record.number == self.heard + 1 and self.me.number in record.numbers:
+            self._pending.append(record)  # others serve already in what this one is about to
+            return
         order = (self.fence, record.number)  # after a lost store numbers may begin again
         if record.kind == "change" and mine is not None and order > self._offer_order:
             self.job, self.me, self.offered, self.ready = record.job, mine, record, 0
@@ -161,6 +165,7 @@ class MemberCore:
         """A joiner whose change came to nothing asks again."""
         if self.record is None:
             self.job, self.offered, self.ready, self.seen, self._due = 0, None, 0, 0, True
+            self._pending = []
 
     def halt(self, trouble: str, missing: Sequence[int] = (), *, unfit: bool = False) -> None:
         """Nothing of this membership goes on. Final until the next record is applied."""
@@ -276,13 +281,16 @@ class MemberCore:
         """A joiner has the rows of ``record`` and stands with the others behind step ``completed``."""
         self.record, self.seen, self.completed = record, record.number, completed
         self.offered, self.ready, self._due = None, 0, True
+        self._pass_changes()
+        if self._pending:
+            self.halt(f"membership {self._pending[0].number} follows")
 
     def served(self) -> None:
         """A collective of the installed membership is complete here. Raises HaltedError."""
         self.check()
         self.serving, self.trouble, self.missing, self._due = True, "", (), True
 
-    def apply(self, rank: RankCore, rows: Rows) -> Applied | None:
+    def apply(self, rank: RankCore | None, rows: Rows) -> Applied | None:
         """The next record that waits, of kind "death"; ``rank``: the core of the membership installed, ``rows``: its
         live rows ``[L, P]`` (with ``rank`` of an earlier one if that could not be served). None: this member has
         ended."""
@@ -321,9 +329,9 @@ class MemberCore:
             self.halt(f"membership {self._pending[0].number} follows")
         return applied
 
-    def _catch_up(self, caught: CaughtVote, rank: RankCore, rows: Rows, applied: Applied) -> Rows:
+    def _catch_up(self, caught: CaughtVote, rank: RankCore | None, rows: Rows, applied: Applied) -> Rows:
         """Decide a vote that others had decided and this member had only posted."""
-        if caught.membership != self.installed or rank.state.membership != self.installed:
+        if rank is None or caught.membership != self.installed or rank.state.membership != self.installed:
             return rows
         if not rank.outstanding(caught.vote):
             return rows

@@ -51,6 +51,11 @@ class ElasticRebalancerCore(RebalancerCore):
         self._extra_fences = tuple(fences)
         return self._begin(now)
 
+    def take_outbox(self) -> list[Outgoing]:
+        """Placements that the membership core has published, to be sent."""
+        out, self.outbox = self.outbox, []
+        return out
+
     def end(self, reason: str) -> None:
         """This life is over."""
         self._end(reason)

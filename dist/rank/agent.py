@@ -23,7 +23,7 @@ from evenroute.dist.config import AgentConfig
 from evenroute.dist.groups import RollCall
 from evenroute.dist.protocol.job_start import StartedJob
 from evenroute.dist.protocol.rank import PreparedPlacement, RankConfig, RankCore, prepare_placement
-from evenroute.dist.protocol.stream import RankStream, Unsent
+from evenroute.dist.protocol.stream import Unsent
 from evenroute.dist.rank.closing import Closing, close_with
 from evenroute.dist.rank.counts import Counters, CountTaker
 from evenroute.dist.rank.start import Tables, agree_on_start, check_start, connect
@@ -131,6 +131,8 @@ class RankAgent:
         )
         self._closing.step = self._takes.first_step = self._takes.covered = self._first_step
         self._call_off = close_with(self, self._closing)
+        if seat is not None:
+            self._thread.start()
 
     # ---------------------------------------------------------------------------------------- start
 
@@ -327,11 +329,11 @@ class RankAgent:
             require_seconds("limit_s", limit_s)
         return self._end(limit_s, clean=True)
 
-    def detach(self, limit_s: float = 5.0) -> RankStream:
-        """End the threads without a word; what is counted is in the stream returned, which goes on elsewhere."""
+    def detach(self, limit_s: float = 5.0) -> tuple[RankCore, SwitchDriver]:
+        """End the threads without a word; what is counted is in the core's stream, which goes on elsewhere."""
         self._call_off()
         self._closing.detach(limit_s)
-        return self._core.stream
+        return self._core, self._switches
 
     def _end(self, limit_s: float | None, *, clean: bool) -> bool:
         self._call_off()

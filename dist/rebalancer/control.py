@@ -27,6 +27,7 @@ from evenroute.dist.wire.control import (
     RecordStop,
     Refused,
     Request,
+    ScaleOrder,
     StatusAnswer,
     StatusRequest,
     decode_request,
@@ -65,6 +66,7 @@ class ControlService:
         self._log = log
         self._ordered_at = float("-inf")
         self.passes = PassOrders()
+        self.scale: Callable[[int], str] | None = None  # orders another number of ranks
 
     def answer(self, frame: bytes | memoryview, role: str, now: float) -> Answer | None:
         """The answer to a request frame; None for a frame that is no request."""
@@ -110,6 +112,8 @@ class ControlService:
                 return self._take(request)
             case PlansOrder():
                 return self._order_plans(request)
+            case ScaleOrder():
+                return self._order_ranks(request)
             case RecordStart():
                 run = 0 if self._core.view is None else self._core.view.run
                 done = self._recorder.start(
@@ -141,6 +145,15 @@ class ControlService:
             if request.what == "resume":
                 text = "plans go on"
         logger.info("%s: %s", request.what, text)
+        return Done(text)
+
+    def _order_ranks(self, request: ScaleOrder) -> Answer:
+        assert self.scale is not None
+        try:
+            text = self.scale(request.ranks)
+        except ValueError as error:
+            return Refused(str(error))
+        logger.info("scale to %d ranks: %s", request.ranks, text)
         return Done(text)
 
     def _take(self, report: RecordReport) -> Answer | None:

@@ -22,7 +22,8 @@ import msgspec
 import zmq
 
 from evenroute.dist.config import RebalancerConfig
-from evenroute.dist.protocol.rebalancer import RebalancerCore
+from evenroute.dist.membership.rebalancer import ElasticRebalancerCore
+from evenroute.dist.membership.service import MembershipService
 from evenroute.dist.protocol.types import Phase, Timeouts
 from evenroute.dist.rebalancer.control import ControlService
 from evenroute.dist.rebalancer.decisions import policy_settings
@@ -87,7 +88,7 @@ class Rebalancer:
             max_publish_timeout_s=max(3600.0, settings.version_limit_s),
             pid=os.getpid(),
         )
-        self.core = RebalancerCore(
+        self.core = ElasticRebalancerCore(
             self._store,
             timeouts,
             random_bits=secrets.randbits,
@@ -106,9 +107,12 @@ class Rebalancer:
             self.core, self._link, self._jobs, self._rejected, self._log, settings.max_message_bytes
         )
         self._files = FileWatch(self._lock, self._link, self._store, self._log)
+        silent_s = settings.member_silence_s
+        self.membership = MembershipService(self.core, self._store, self._link, silent_s, self._rejected)
         self._control = ControlService(
             self.core, self.plans, self.recorder, self._build_status, self._rejected, self._log
         )
+        self._control.scale = self.membership.scale
         self._lag_s = 0.0
         self._status_at = self._housekeeping_at = now
         self._stop_signal = 0
@@ -210,6 +214,8 @@ class Rebalancer:
                 answer = self._control.answer(received.frame, received.role, now)
                 if answer is not None:
                     self._link.send(received.peer, encode_control(answer), control=True)
+            elif received.member:
+                self.membership.take(received, now)
             else:
                 self._ranks.take(received, now)
             if number % 64 == 63:
@@ -219,6 +225,7 @@ class Rebalancer:
     def _tick(self, now: float) -> None:
         self._ranks.send(self.core.tick(now))
         self._ranks.send(self.plans.turn(now))
+        self._ranks.send(self.membership.turn(now))
         assert self._link is not None
         for peer, frame in self._control.orders(now):
             assert isinstance(peer, bytes)
@@ -248,6 +255,7 @@ class Rebalancer:
             recorder=self.recorder,
             rank_recordings=self._control.passes.of_ranks(self.recorder.passes()),
             ended=self._ranks.ended(),
+            membership=self.membership.view(now),
         )
 
     def _add_event(self, kind: str, text: str, stamp: float) -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from evenroute.dist.config import RebalancerConfig
+from evenroute.dist.membership.service import MembershipView
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.types import Phase
 from evenroute.dist.rebalancer.plan_cycle import PlanCycle
@@ -52,6 +53,7 @@ class StatusBuilder:
         recorder: Recorder,
         rank_recordings: Mapping[int, RankRecording],
         ended: Collection[int],
+        membership: MembershipView,
     ) -> RebalancerStatus:
         """The status of this moment."""
         core, plans, planner = self._core, self._plans, self._config.planner
@@ -63,7 +65,7 @@ class StatusBuilder:
         counters = {**asdict(core.counters), **extra_counters}
         return RebalancerStatus(
             state="finished" if finished else core.phase.value,
-            degraded=[*self._degraded(now, ranks, finished), *problems],
+            degraded=[*self._degraded(now, ranks, finished), *problems, *membership.problems()],
             pid=os.getpid(),
             uptime_s=now - self._started_at,
             address=address,
@@ -103,6 +105,14 @@ class StatusBuilder:
             last_action=plans.last_action,
             last_reason=plans.last_reason,
             shared_counts=job is not None and job.shared_counts,
+            membership=membership.number,
+            membership_state=membership.state,
+            membership_text=membership.text,
+            membership_since_s=membership.since_s,
+            members=list(membership.members),
+            ranks_wanted=membership.wanted,
+            ranks_joining=membership.joining,
+            ranks_lost=membership.deaths,
         )
 
     def _ranks(

@@ -73,9 +73,7 @@ def post(moves: Sequence[Move], group: torch_dist.ProcessGroup, what: str) -> li
     return works
 
 
-def _post_adopted(
-    moves: Sequence[Move], group: torch_dist.ProcessGroup, what: str
-) -> list[torch_dist.Work]:
+def _post_adopted(moves: Sequence[Move], group: torch_dist.ProcessGroup, what: str) -> list[torch_dist.Work]:
     """The same on a group that torch's registry does not know: `batch_isend_irecv` refuses it."""
     batch = bool(moves) and moves[0].memory.device.type == "cuda"  # NCCL: sends and receives of one launch
     works: list[torch_dist.Work] = []

@@ -69,7 +69,16 @@ class PlansOrder(Struct, frozen=True, tag="plans", forbid_unknown_fields=True):
     protocol: int = CONTROL_PROTOCOL
 
 
-Request: TypeAlias = StatusRequest | RecordStart | RecordStop | RecordRead | PlansOrder | RecordReport
+class ScaleOrder(Struct, frozen=True, tag="scale", forbid_unknown_fields=True):
+    """So many ranks are wanted: the last ones hand over and leave, or those that come are switched in."""
+
+    ranks: Annotated[int, Meta(ge=1, le=4096)]
+    protocol: int = CONTROL_PROTOCOL
+
+
+Request: TypeAlias = (
+    StatusRequest | RecordStart | RecordStop | RecordRead | PlansOrder | ScaleOrder | RecordReport
+)
 
 ALLOWED: dict[type, frozenset[str]] = {
     StatusRequest: frozenset({LOCAL_ROLE, "operator", "viewer"}),
@@ -77,6 +86,7 @@ ALLOWED: dict[type, frozenset[str]] = {
     RecordStart: frozenset({LOCAL_ROLE, "operator"}),
     RecordStop: frozenset({LOCAL_ROLE, "operator"}),
     PlansOrder: frozenset({LOCAL_ROLE, "operator"}),
+    ScaleOrder: frozenset({LOCAL_ROLE, "operator"}),
     RecordReport: frozenset({LOCAL_ROLE, "rank"}),
 }
 RANK_ROLES = frozenset({LOCAL_ROLE, "rank"})
@@ -163,6 +173,14 @@ class RebalancerStatus(Struct, frozen=True, forbid_unknown_fields=True):
     paused: bool = False  # an operator has stopped the plans
     last_action: str = ""
     last_reason: str = ""
+    membership: int = 0  # of a job whose ranks come and go: its number
+    membership_state: str = ""  # "" = they don't; serving, halted, changing, ended
+    membership_text: str = ""
+    membership_since_s: float = 0.0
+    members: list[int] = []  # number of each rank's process, by rank
+    ranks_wanted: int | None = None  # by `evenroute scale`
+    ranks_joining: int = 0
+    ranks_lost: int = 0  # in this life of the rebalancer
     shared_counts: bool = False  # all ranks see the same tokens: rank 0 counts and records for all
 
     @property

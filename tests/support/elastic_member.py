@@ -110,7 +110,7 @@ class SimMember:
             return found + (["apply"] if core.pending else [])
         if core.pending:
             found.append("apply")
-        if core.halted:
+        if core.halted and not world.parts.no_freeze:
             return found
         number = core.installed if core.record is not None else (core.offered.number if core.offered else 0)
         if self.phase == "form":
@@ -271,6 +271,7 @@ class SimMember:
         if core.record is None:
             assert core.offered is not None
             core.joined(core.offered, step)
+            self.rows = rows
             self.hold(core.record, rows)  # type: ignore[arg-type]
         core.served()
         self.tell(core.confirm(core.completed))
@@ -280,12 +281,9 @@ class SimMember:
 
     def on_apply(self) -> None:
         core = self.core
-        assert self.rank is not None
-        rows = (
-            np.stack([row.slots for row in self.rank.state.live_rows])
-            if self.rank.state.membership == core.installed
-            else self.rows
-        )
+        rows = self.rows
+        if self.rank is not None and self.rank.state.membership == core.installed:
+            rows = np.stack([row.slots for row in self.rank.state.live_rows])
         assert rows is not None
         applied = core.apply(self.rank, rows)
         if applied is None:
@@ -294,13 +292,19 @@ class SimMember:
         self.carry_out(applied.actions)
         self.tell(applied.outcomes)
         self.in_step = False
-        if self.world.parts.restart_stream and self.rank.stream.in_flight is not None:
+        if (
+            self.world.parts.restart_stream
+            and self.rank is not None
+            and self.rank.stream.in_flight is not None
+        ):
             self.rank.stream.in_flight = None
         self.begin_form(applied.record, applied.rows)
 
     # ------------------------------------------------------------------------------------- effects
 
     def carry_out(self, actions: list[Action]) -> None:
+        if not actions:
+            return
         assert self.rank is not None
         local = self.weights.shape[1]
         own = slice(self.rank.rank * local, (self.rank.rank + 1) * local)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from evenroute.dist.membership import member as member_module
-from evenroute.dist.membership.changes import Changes
 from evenroute.dist.membership.decider import MembershipCore
 from evenroute.dist.membership.ledger import Ledger
 from evenroute.dist.membership.member import MemberCore
 from evenroute.dist.membership.rebalancer import ElasticRebalancerCore
 from evenroute.dist.membership.types import Applied, Outcome
-from evenroute.dist.protocol.agreement import AgreedState
-from evenroute.dist.wire.membership import MemberDown, MemberOrder, MemberReport, MembershipRecord, RecordMessage
+from evenroute.dist.wire.membership import MemberOrder, MemberReport, MembershipRecord, record_to_text
 from support.elastic_world import Parts
 from support.protocol_helpers import replace
 
@@ -85,21 +81,6 @@ class _Gaps(MemberCore):
             super()._take(record)
 
 
-class _UncheckedSwitch(MemberCore):
-    """An announced change is carried out though an expert would be without a slot."""
-
-    def switch(self, number: int, rows: Any, num_experts: int) -> Any:
-        return super().switch(number, rows, 0) if False else self._unchecked(number, rows)
-
-    def _unchecked(self, number: int, rows: Any) -> Any:
-        saved = member_module.covers
-        member_module.covers = lambda found, experts: True  # type: ignore[assignment]
-        try:
-            return super().switch(number, rows, 0)
-        finally:
-            member_module.covers = saved
-
-
 class _LeaverAtOnce(MemberCore):
     """Lets go before anybody serves in the membership that it is not in."""
 
@@ -130,15 +111,6 @@ class _Unhalts(MemberCore):
         return found
 
 
-class _GoIsLocal(MemberCore):
-    """Votes for a change that it is not ready for."""
-
-    def receive(self, message: MemberDown, now: float) -> list[Any]:
-        if isinstance(message, RecordMessage) and message.record.kind == "change":
-            self.go = message.record.number
-        return super().receive(message, now)
-
-
 class _DoneMax(MembershipCore):
     def _death(self, top: Any, numbers: Any, got: Any) -> Any:
         record = super()._death(top, numbers, got)
@@ -152,13 +124,19 @@ class _DoneOwn(MembershipCore):
 
     def _death(self, top: Any, numbers: Any, got: Any) -> Any:
         record = super()._death(top, numbers, got)
-        return record if isinstance(record, str) else replace(record, done=min(got[one].completed for one in numbers) + 1)
+        return (
+            record
+            if isinstance(record, str)
+            else replace(record, done=min(got[one].completed for one in numbers) + 1)
+        )
 
 
 class _StaleReports(MembershipCore):
     def got(self) -> dict[int, MemberReport]:
         reports = {one: self.heard[one].report for one in sorted(self.heard)}
-        return {one: r for one, r in reports.items() if (r.halted or r.seen < self.head.number) and r.installed}  # type: ignore[union-attr]
+        return {
+            one: r for one, r in reports.items() if (r.halted or r.seen < self.head.number) and r.installed
+        }  # type: ignore[union-attr]
 
 
 class _NotHalted(MembershipCore):
@@ -208,8 +186,6 @@ class _NoCompare(Ledger):
 
     def add(self, record: MembershipRecord, *, epoch: int, now: float) -> bool:
         del epoch, now
-        from evenroute.dist.wire.membership import record_to_text
-
         self._store.events.append(("membership", record_to_text(record)))  # type: ignore[attr-defined]
         self.records.append(record)
         return True
@@ -242,21 +218,10 @@ class _KeyAgain(ElasticRebalancerCore):
         return self.epoch, max(1, self._published.version)
 
 
-class _NotFrozen(AgreedState):
-    def _leave(self, number: int) -> list[Any]:
-        from evenroute.dist.protocol.agreement import Switch
-
-        return [Switch(number)]
-
-
-class _GoAlways(Changes):
-    """Go as soon as the joiner is ready."""
-
-
 PLANTED: dict[str, Parts] = {
     "deliver-now": Parts(deliver_now=True),
     "no-catch-up": Parts(member=_NoCatchUp),
-    "no-freeze": Parts(member=_NoFreeze),
+    "no-freeze": Parts(member=_NoFreeze, no_freeze=True),
     "all-done": Parts(member=_AllDone),
     "nothing-done": Parts(member=_NothingDone),
     "ghost-delivers": Parts(member=_GhostDelivers),
@@ -266,7 +231,6 @@ PLANTED: dict[str, Parts] = {
     "unhalts": Parts(member=_Unhalts),
     "leaver-at-once": Parts(member=_LeaverAtOnce),
     "any-served": Parts(member=_AnyServed),
-    "go-is-local": Parts(member=_GoIsLocal),
     "tables-only": Parts(tables_only=True),
     "restart-stream": Parts(restart_stream=True),
     "local-switch": Parts(local_switch=True),
@@ -281,5 +245,4 @@ PLANTED: dict[str, Parts] = {
     "old-runs": Parts(core=_OldRuns),
     "survivors-refused": Parts(core=_SurvivorsRefused),
     "key-again": Parts(core=_KeyAgain),
-    "not-frozen": Parts(agreed=_NotFrozen),
 }

@@ -45,6 +45,7 @@ class Parts:
     restart_stream: bool = False
     deliver_now: bool = False
     local_switch: bool = False
+    no_freeze: bool = False
 
 
 @dataclass
@@ -61,6 +62,29 @@ class Budget:
 
     def left(self) -> bool:
         return any(vars(self).values())
+
+
+class SimStore(MemoryStore):
+    """Says when a stream that a death record closed grows."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def add_windows(self, windows: Any, **other: Any) -> Any:
+        receipts = super().add_windows(windows, **other)
+        records = Ledger(self).records if any(one.stored for one in receipts) else []
+        numbers = {record.number: set(record.numbers) for record in records}
+        runs = {record.run: record.numbers for record in records}
+        gone = set()
+        for record in records:
+            if record.kind == "death":
+                gone |= numbers.get(record.prev, set()) - numbers[record.number]
+        for one in receipts:
+            window = one.window
+            if one.stored and window.run in runs and runs[window.run][window.rank] in gone:
+                self._world.fault(f"I6 the closed stream of member {runs[window.run][window.rank]} grew")
+        return receipts
 
 
 class Life:
@@ -113,7 +137,7 @@ class World:
         self.not_done: set[tuple[int, int]] = set()
         self.key_rows: dict[tuple[tuple[int, int], int], bytes] = {}
         self.net: list[tuple[str, Any, Any]] = []
-        self.store = MemoryStore()
+        self.store: MemoryStore = SimStore(self)
         self.lives = [Life(self, self.store)]
         self.zombie: Life | None = None
         self.members: list[SimMember] = []
@@ -186,7 +210,9 @@ class World:
     def _went_on(other: SimMember, number: int) -> bool:
         """Old groups stay open until a collective of an announced change's is complete."""
         record = other.core.record
-        return record is not None and record.number > number and (record.kind == "death" or other.core.serving)
+        return (
+            record is not None and record.number > number and (record.kind == "death" or other.core.serving)
+        )
 
     # ---------------------------------------------------------------------------------------- network
 
@@ -335,7 +361,7 @@ class World:
             self.zombie = self.lives[-1] if rng.random() < 0.6 else None
             self.lives.append(Life(self, self.store))
         elif kind == "lose_store":
-            self.store = MemoryStore()
+            self.store = SimStore(self)
             self.lives.append(Life(self, self.store))
 
     def end_faults(self) -> None:
@@ -347,9 +373,7 @@ class World:
 
     def living(self) -> list[SimMember]:
         """Members that live and have not been told to end."""
-        return [
-            one for one in self.members if one.alive and one.phase != "over" and one.core.ended is None
-        ]
+        return [one for one in self.members if one.alive and one.phase != "over" and one.core.ended is None]
 
     def unfinished(self, goal: int) -> str:
         """What is still to come after the faults; empty = nothing."""
