@@ -1,4 +1,4 @@
-"""A rank of a job whose ranks come and go: processes, groups and weights around the cores of `evenroute.dist.membership`.
+"""A rank of a job whose ranks come and go: process, groups and weights around the cores of `evenroute.dist.membership`.
 
 agent      what an engine calls: steps, outcomes, joining, leaving
 config     settings; what the launcher tells a process

@@ -77,9 +77,9 @@ class ChangingProcess(MemberProcess):
     def _join(self) -> None:
         """Until this process serves."""
         deadline = time.monotonic() + self.config.membership_limit_s
+        core = self._core
         while self._agent is None:
             left = deadline - time.monotonic()
-            core = self._core
             if left <= 0 or not self._thread.wait(
                 lambda: core.offered is not None or core.ended is not None, left
             ):

@@ -43,8 +43,8 @@ class ElasticConfig:
             require_seconds(name, getattr(self, name), LEAST_S)
         if not self.agent.rebalancer:
             raise ValueError(
-                'agent.rebalancer: "" found; a job whose ranks come and go needs a rebalancer, which alone decides who is '
-                "in it"
+                'agent.rebalancer: "" found; a job whose ranks come and go needs a rebalancer, which alone decides '
+                "who is in it"
             )
         if self.agent.mode == "shadow":
             raise ValueError("agent.mode: 'shadow' found; a job whose ranks come and go is balanced")

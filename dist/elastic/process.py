@@ -1,4 +1,4 @@
-"""One process on its way through memberships: it halts, hears of a record, holds what that says, forms groups, serves."""
+"""One process on its way through memberships: it halts, hears a record, holds what that says, forms groups, serves."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ class SafetensorsSource:
     """An `ExpertSource` over a checkpoint of safetensors files, mapped into memory: nothing is read before it is asked
     for. Needs ``pip install 'evenroute[elastic]'``.
 
-    ``names`` maps each registered tensor to a checkpoint's name with ``{layer}`` and ``{expert}``, or to several that are
-    put together along dimension 0 (gate and up); without ``{expert}`` in it the checkpoint's tensor holds all experts,
-    and its row ``expert`` is taken. ``first_layer`` is added to ``{layer}`` (dense layers in front);
+    ``names`` maps each registered tensor to a checkpoint's name with ``{layer}`` and ``{expert}``, or to several that
+    are put together along dimension 0 (gate and up); without ``{expert}`` in it the checkpoint's tensor holds all
+    experts, and its row ``expert`` is taken. ``first_layer`` is added to ``{layer}`` (dense layers in front);
     ``layers`` gives the checkpoint's number of each MoE layer instead.
     """
 

@@ -47,8 +47,9 @@ class ElasticStep:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What became of a step of this process. ``done``: its outputs count, here and on every rank that lives; else they
-    do not, and rows ``first_token .. first_token + num_tokens - 1`` of those announced here are to be computed again."""
+    """What became of a step of this process. ``done``: its outputs count, here and on every rank that lives; else
+    they do not, and rows ``first_token .. first_token + num_tokens - 1`` of those announced here are to be computed
+    again."""
 
     membership: int
     step: int

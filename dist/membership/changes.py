@@ -10,18 +10,10 @@ import numpy as np
 from evenroute.dist.membership.ledger import Ledger
 from evenroute.dist.membership.rebalancer import ElasticRebalancerCore
 from evenroute.dist.membership.rows import columns_of, covers, joiner_columns, kept_rows, refilled
-from evenroute.dist.membership.types import MemberLimits, MemberOutgoing, Peer
+from evenroute.dist.membership.types import Heard, MemberLimits, MemberOutgoing, Peer
 from evenroute.dist.protocol.types import PlacementInfo
-from evenroute.dist.wire.membership import Member, MemberReport, MembershipRecord, RecordMessage
+from evenroute.dist.wire.membership import Member, MembershipRecord, RecordMessage
 from evenroute.eplb.placement.placement import Placement
-
-
-class HeardMember(Protocol):
-    """A member's last report, where it came from and when."""
-
-    report: MemberReport
-    peer: Peer
-    at: float
 
 
 class Deciding(Protocol):
@@ -30,15 +22,13 @@ class Deciding(Protocol):
     core: ElasticRebalancerCore
     ledger: Ledger
     limits: MemberLimits
+    heard: dict[int, Heard]
+    joiners: dict[int, Heard]
     served: set[int]
     void: set[int]
 
     @property
     def head(self) -> MembershipRecord | None: ...
-    @property
-    def heard(self) -> "dict[int, HeardMember]": ...  # type: ignore[type-arg]
-    @property
-    def joiners(self) -> "dict[int, HeardMember]": ...  # type: ignore[type-arg]
     def concerned(self) -> list[int]: ...
     def new_record(self, members: tuple[Member, ...], columns: bytes, text: str) -> MembershipRecord: ...
     def keep(self, record: MembershipRecord) -> bool: ...
@@ -46,8 +36,8 @@ class Deciding(Protocol):
 
 
 class Changes:
-    """One change at a time. ``wanted``: ranks that the operator wants, None = whoever comes. ``go``: the change that all
-    are ready for, 0 = none."""
+    """One change at a time. ``wanted``: ranks that the operator wants, None = whoever comes. ``go``: the change that
+    all are ready for, 0 = none."""
 
     def __init__(self, deciding: Deciding) -> None:
         self._all = deciding
@@ -199,7 +189,8 @@ class Changes:
                 return []
             head = self._all.head
             assert head is not None
-            text = f"membership {head.number + 1}: member{'s' if len(leavers) > 1 else ''} {', '.join(map(str, leavers))} leave"
+            who = f"member{'s' if len(leavers) > 1 else ''} {', '.join(map(str, leavers))}"
+            text = f"membership {head.number + 1}: {who} leave"
             return self._begin(self._all.new_record(stay, b"", text), [])
         filled = columns_of(refilled(kept, experts, len(stay)), len(stay))
         rows = columns_of(live.physical_to_logical, len(record.members)).copy()

@@ -8,35 +8,24 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from evenroute.dist.membership.changes import Changes
+from evenroute.dist.membership.death import death_record, shape_of, too_few, top_of
 from evenroute.dist.membership.ledger import Ledger
 from evenroute.dist.membership.rebalancer import ElasticRebalancerCore
-from evenroute.dist.membership.types import MemberLimits, MemberOutgoing, Peer
+from evenroute.dist.membership.take_up import Strangers
+from evenroute.dist.membership.types import Heard, MemberLimits, MemberOutgoing, Peer
 from evenroute.dist.protocol.store import StaleEpochError, StoreError
 from evenroute.dist.protocol.types import Notice, Phase
 from evenroute.dist.wire.membership import (
-    CaughtVote,
     Gone,
+    Member,
     MemberOrder,
     MemberReport,
     MembershipRecord,
     MemberUp,
     RecordMessage,
-    RecordRequest,
-    nodes_of,
 )
-from evenroute.dist.wire.messages import JobShape
-
-
-@dataclass
-class Heard:
-    """A member's last report in this life."""
-
-    report: MemberReport
-    peer: Peer
-    at: float
 
 
 class MembershipCore:
@@ -71,8 +60,7 @@ class MembershipCore:
         self._stamp = stamp
         self._epoch = 0
         self._gone: set[int] = set()
-        self._candidate: dict[int, MembershipRecord] = {}
-        self._stranger: dict[int, Heard] = {}
+        self._strangers = Strangers(core, ledger, self._taken_up, stamp)
         core.follow(ledger)
 
     # ------------------------------------------------------------------------------------- receipt
@@ -87,7 +75,7 @@ class MembershipCore:
                 case MemberReport():
                     return self._report(peer, message, now)
                 case MembershipRecord():
-                    return self._take_up(message, now)
+                    return self._strangers.offer(message)
                 case Gone():
                     self._gone.add(message.identity)
                     self.joiners.pop(message.identity, None)
@@ -127,7 +115,7 @@ class MembershipCore:
             self.joiners[report.me.identity] = Heard(report, peer, now)
             return self._turn(now)
         if self.head is None or report.job != self.head.job:
-            return self._ask_stranger(peer, report, now)
+            return self._strangers.hear(peer, report, now)
         if not self._is_member(report):
             return []
         number = report.me.number
@@ -162,6 +150,12 @@ class MembershipCore:
             and report.ready_run != record.run
         )
 
+    def _taken_up(self, record: MembershipRecord, heard: dict[int, Heard]) -> list[MemberOutgoing]:
+        self.heard, self.served = heard, {record.number}
+        text = f"membership {record.number} taken up: {len(record.members)} ranks"
+        self.notices.append(Notice("membership", text))
+        return self._orders()
+
     def _is_served(self, number: int, now: float) -> list[MemberOutgoing]:
         record, head = self.ledger.find(number), self.head
         self.served.add(number)
@@ -170,44 +164,6 @@ class MembershipCore:
         self.failures = 0
         self.core.take_membership(record)
         self.notices.append(Notice("membership", f"membership {number} serves: {len(record.members)} ranks"))
-        return self._orders()
-
-    # ------------------------------------------------------------------------------------- take up
-
-    def _ask_stranger(self, peer: Peer, report: MemberReport, now: float) -> list[MemberOutgoing]:
-        """A job that the store does not know: it starts, or the store was lost."""
-        view = self.core.view
-        if self.core.phase is not Phase.SERVING or view is None:
-            return []
-        self._stranger[report.me.number] = Heard(report, peer, now)
-        record = self._candidate.get(report.job)
-        if record is None or record.number != report.installed or report.fence != self.core.epoch:
-            return [MemberOutgoing(peer, RecordRequest(self.core.epoch, report.job))]
-        return self._take_up(record, now)
-
-    def _take_up(self, record: MembershipRecord, now: float) -> list[MemberOutgoing]:
-        """Taken up once all of its members report it, led by this epoch: no other can be meant."""
-        view = self.core.view
-        if self.core.phase is not Phase.SERVING or view is None or view.run != record.run:
-            return []
-        if self.head is not None and self.head.job == record.job:
-            return []
-        self._candidate = {record.job: record}
-        for member in record.members:
-            known = self._stranger.get(member.number)
-            if known is None or known.report.me != member or known.report.job != record.job:
-                return []
-            report = known.report
-            if report.heard != record.number or report.halted or report.fence != self.core.epoch:
-                return []
-        if not self.ledger.add(record, epoch=self.core.epoch, now=self._stamp()):
-            return []
-        self.heard, self._stranger = self._stranger, {}
-        self.served = {record.number}
-        self.core.follow(self.ledger)
-        self.notices.append(
-            Notice("membership", f"membership {record.number} taken up: {len(record.members)} ranks")
-        )
         return self._orders()
 
     # ------------------------------------------------------------------------------------- decisions
@@ -274,14 +230,6 @@ class MembershipCore:
             self.core.begin_life((report.fence for report in reports.values()), now)
             self.halting_since = None
 
-    def _top(self, got: dict[int, MemberReport]) -> MembershipRecord:
-        """What the death record follows: the highest that some report has installed, or the last that is a fact."""
-        facts = [record.number for record in self.ledger.records if record.kind != "change"]
-        number = max([*(report.installed for report in got.values()), *facts[-1:]])
-        record = self.ledger.find(number)
-        assert record is not None
-        return record
-
     def _waits_for(self, top: MembershipRecord, got: dict[int, MemberReport], now: float) -> list[int]:
         """Members that may still report."""
         assert self.halting_since is not None
@@ -297,18 +245,21 @@ class MembershipCore:
 
     def _decide(self, now: float) -> list[MemberOutgoing]:
         """The death record, once everybody that lives has reported."""
-        got = self.got()
-        if not got:
+        got, head = self.got(), self.head
+        if not got or head is None:
             return []
-        top = self._top(got)
+        top = top_of(self.ledger, got)
         if self._waits_for(top, got, now):
             return []
         numbers = self._fit(top, got)
         if not numbers:
             return []
-        record = self._death(top, numbers, got)
-        if isinstance(record, str):
-            return self._end_job(record)
+        number, run = head.number + 1, self._random_bits(62) or 1
+        record = death_record(
+            self.ledger, top, numbers, got, number=number, run=run, key=self.core.reserve_key()
+        )
+        if record is None:
+            return self._end_job(too_few(top, len(numbers)))
         if not self.ledger.add(record, epoch=self.core.epoch, now=self._stamp()):
             return []
         self.deaths += len(top.members) - len(record.members)
@@ -334,51 +285,7 @@ class MembershipCore:
             fit.remove(max(fit, key=lambda one: (blame[one], fit.index(one))))
         return fit or numbers[:0]
 
-    def _death(
-        self, top: MembershipRecord, numbers: list[int], got: dict[int, MemberReport]
-    ) -> MembershipRecord | str:
-        """The record, or why the job can't go on."""
-        assert self.head is not None
-        local = top.num_local_slots
-        members = tuple(member for member in top.members if member.number in numbers)
-        experts = top.shape.num_logical_experts
-        if len(members) * local < experts:
-            return (
-                f"{len(members)} ranks with {local} slots each are left, they can't hold {experts} experts: "
-                f"{-(-experts // local)} are needed"
-            )
-        completed = []
-        for number in numbers:
-            done = got[number].completed
-            for record in self.ledger.records:
-                if got[number].installed < record.number <= top.number and record.kind == "death":
-                    done = min(done, record.done)
-            completed.append(done)
-        catch: dict[int, CaughtVote] = {}
-        for report in got.values():
-            for vote in report.votes:
-                if vote.membership not in catch or vote.vote > catch[vote.membership].vote:
-                    catch[vote.membership] = vote
-        gone = [one for one in top.numbers if one not in numbers]
-        number = self.head.number + 1
-        text = f"membership {number}: {len(members)} ranks of {len(top.members)}"
-        if gone:
-            text += f", gone: member{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone[:8]))}"
-        return MembershipRecord(
-            job=top.job,
-            number=number,
-            prev=top.number,
-            kind="death",
-            run=self._random_bits(62) or 1,
-            key=self.core.reserve_key(),
-            members=members,
-            shape=shape_of(top, members),
-            done=min(completed),
-            catch=tuple(catch[one] for one in sorted(catch)),
-            text=text,
-        )
-
-    def new_record(self, members: tuple, columns: bytes, text: str) -> MembershipRecord:  # type: ignore[type-arg]
+    def new_record(self, members: tuple[Member, ...], columns: bytes, text: str) -> MembershipRecord:
         """A record of kind "change" behind the head."""
         assert self.head is not None
         base = self.base()
@@ -438,18 +345,3 @@ class MembershipCore:
     def orders(self, numbers: Iterable[int]) -> list[MemberOutgoing]:
         """Where the job stands, for these members as far as they were heard."""
         return [one for number in numbers if number in self.heard for one in self._order(number)]
-
-
-def shape_of(record: MembershipRecord, members: tuple) -> JobShape:  # type: ignore[type-arg]
-    """The job's shape with these members: as many slots a rank as before."""
-    old = record.shape
-    return JobShape(
-        num_layers=old.num_layers,
-        num_logical_experts=old.num_logical_experts,
-        num_slots=record.num_local_slots * len(members),
-        ep_size=len(members),
-        num_nodes=nodes_of(members),
-        top_k=old.top_k,
-        shared_counts=old.shared_counts,
-        model=old.model,
-    )

@@ -1,4 +1,4 @@
-"""The membership records of a job as the rebalancer's store keeps them: a chain, each behind the last one or not at all."""
+"""The membership records of a job as the rebalancer's store keeps them: each behind the last one, or not at all."""
 
 from __future__ import annotations
 

@@ -263,8 +263,8 @@ class MemberCore:
     def switch(self, number: int, rows: Rows, num_experts: int) -> Rows | None:
         """The vote says that all go on in the change ``number``; ``rows``: live now. Its rows, or None: refused (the
         same on all), the membership stays."""
-        record = self.offered if self.offered is not None and self.offered.number == number else None
-        assert record is not None, f"membership {number} was never offered"
+        record = self.offered
+        assert record is not None and record.number == number, f"membership {number} was never offered"  # noqa: PT018
         assert self.record is not None
         added = columns_array(record)
         found = kept_rows(rows, self.record.numbers, record.numbers, added)
@@ -341,12 +341,7 @@ class MemberCore:
         rows = np.stack([row.slots for row in rank.state.live_rows])
         for action in actions:
             if isinstance(action, Switch):
-                self.offered = self._offer_of(action.number)
+                self.offered = self._last_offer
                 switched = self.switch(action.number, rows, rank.job.num_logical_experts)
                 rows = rows if switched is None else switched
         return rows
-
-    def _offer_of(self, number: int) -> MembershipRecord | None:
-        return (
-            self._last_offer if self._last_offer is not None and self._last_offer.number == number else None
-        )

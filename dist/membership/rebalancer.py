@@ -1,7 +1,7 @@
 """The rebalancer core of a job whose ranks come and go: each membership is a run of its own to the switch protocol.
 
 What is published, acknowledged and viewed belongs to one run; a membership's run follows another without the exchange
-of tokens, for the rebalancer itself has decided it. Statuses of a membership that is over become nothing; windows of one
+of tokens, for the rebalancer itself has decided it. Statuses of a membership that is over become nothing; its windows
 are still stored for members that live, or have left, and refused for those that were taken for dead.
 """
 
@@ -48,8 +48,7 @@ class ElasticRebalancerCore(RebalancerCore):
 
     def begin_life(self, fences: Iterable[int], now: float) -> bool:
         """Begin though not all ranks of the run were heard: some can't be any more. True if the life began."""
-        self._extra_fences = tuple(fences)
-        return self._begin(now)
+        return self._begin(now, fences)
 
     def take_outbox(self) -> list[Outgoing]:
         """Placements that the membership core has published, to be sent."""
@@ -74,7 +73,7 @@ class ElasticRebalancerCore(RebalancerCore):
             self._earlier[self.view.run] = self.view
             for old in list(self._earlier)[:-_VIEWS_KEPT]:
                 del self._earlier[old]
-        self.take_run(record.run, record.shape)
+        self._adopt(record.run, record.shape)
         self._published.newest = self._published.wire = None  # what it begins with is the ranks' to say
 
     def _take_newest_of_store(self) -> None:

@@ -1,4 +1,4 @@
-"""Drives the membership cores in the rebalancer's process: frames in and out, what the operator orders, what is seen."""
+"""Drives the membership cores in the rebalancer's process: frames in and out, an operator's order, what is seen."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from evenroute.dist.membership.rows import Rows
 from evenroute.dist.protocol.agreement import Action
-from evenroute.dist.wire.membership import MemberDown, MembershipRecord
+from evenroute.dist.wire.membership import MemberDown, MemberReport, MembershipRecord
 from evenroute.dist.wire.messages import Key
 
 Peer: TypeAlias = Hashable
@@ -27,6 +27,15 @@ class MemberLimits:
     busy_s: float = 30.0
     change_s: float = 60.0
     failures: int = 3
+
+
+@dataclass
+class Heard:
+    """A member's last report in this life, where it came from and when."""
+
+    report: MemberReport
+    peer: Peer
+    at: float
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Discard:
 
 @dataclass(frozen=True)
 class Switch:
-    """Every rank may go on in membership ``number``, and nothing is under way: all do so at this step. The last action."""
+    """Every rank may go on in membership ``number``, and nothing is under way: all do, at this step. Comes last."""
 
     number: int
 

@@ -6,7 +6,7 @@ clock. When ``ended`` is not None the life is over: send what was returned, exit
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec
 
 import numpy as np
@@ -77,7 +77,6 @@ class RebalancerCore:
         self._accept_job = accept_job
         self._token = random_bits(62) or 1
         self._first_due = False
-        self._extra_fences: tuple[int, ...] = ()
         self._rows_asked_at = float("-inf")
         self.windows = WindowReceipt(store, self.counters, self.notices)
 
@@ -132,7 +131,7 @@ class RebalancerCore:
                 return [Outgoing(peer, Token(status.run, self.epoch, self._token))]
             if (reason := self._accept_job(status.job)) is not None:
                 return self._refuse(peer, status.run, "status", f"job refused: {reason}")
-            self._adopt(status)
+            self._adopt(status.run, status.job)
         assert self.view is not None
         self.counters.statuses += 1
         self.view.add(status, peer, now)
@@ -171,12 +170,8 @@ class RebalancerCore:
             out.append(Outgoing(peer, self._published.message(self.view.run, self.epoch)))
         return out
 
-    def _adopt(self, status: RankStatus) -> None:
+    def _adopt(self, run: int, job: JobShape) -> None:
         self._token = self._random_bits(62) or 1
-        self.take_run(status.run, status.job)
-
-    def take_run(self, run: int, job: JobShape) -> None:
-        """From here on ``run`` is the current one."""
         self.view = RunView(run, job, self._store)
         self.windows.begin_run(job)
         self._first_due = False
@@ -224,11 +219,11 @@ class RebalancerCore:
 
     # ------------------------------------------------------------------------- life and placements
 
-    def _begin(self, now: float) -> bool:
+    def _begin(self, now: float, fences: Iterable[int] = ()) -> bool:
         """Take an epoch above all that are known; True if the life began."""
         try:
-            fences = () if self.view is None else (rank.fence for rank in self.view.ranks.values())
-            highest = max([self._store.last_epoch(), *fences, *self._extra_fences])
+            heard = () if self.view is None else (rank.fence for rank in self.view.ranks.values())
+            highest = max([self._store.last_epoch(), *heard, *fences])
             epoch = (highest >> EPOCH_RANDOM_BITS) + 1 << EPOCH_RANDOM_BITS
             epoch |= self._random_bits(EPOCH_RANDOM_BITS)
             self._store.begin_epoch(epoch, pid=self.config.pid, now=self._stamp())

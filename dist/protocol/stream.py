@@ -2,8 +2,8 @@
 
 A sealed window never changes and is resent until it is acknowledged, or refused for good; later counts add up in one
 open window, sealed with the next sequence number then. So memory is bounded by two windows, and counted = stored +
-refused + in flight (unless stored) + open. A stream goes on in a job's next membership, under its run and rank (`move`);
-what is in flight stays what it is.
+refused + in flight (unless stored) + open. A stream goes on in a job's next membership, under its run and rank
+(`move`); what is in flight stays what it is.
 """
 
 from dataclasses import dataclass

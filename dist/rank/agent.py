@@ -93,9 +93,7 @@ class RankAgent:
             stream=None if seat is None else seat.stream,
         )
         self._mover = mover
-        self._group = vote_group
-        ep_size = started.job.ep_size
-        roll_call = None if seat else RollCall(run=started.run, rank=self.rank, ep_size=ep_size)
+        roll_call = None if seat else RollCall(run=started.run, rank=self.rank, ep_size=started.job.ep_size)
         self._votes = VoteThread(vote_group, limit_s=config.vote_limit_s, roll_call=roll_call)
         self._thread = AgentThread(
             self._core,

@@ -33,8 +33,8 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False)
 class Seat:
-    """A rank's place in membership ``number``, from step ``first_step`` on. ``stream``: of this process's counts, from the
-    membership before. ``lock``: guards the member's core too."""
+    """A rank's place in membership ``number``, from step ``first_step`` on. ``stream``: of this process's counts, from
+    the membership before. ``lock``: guards the member's core too."""
 
     number: int
     first_step: int

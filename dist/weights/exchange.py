@@ -80,8 +80,7 @@ def _post_adopted(moves: Sequence[Move], group: torch_dist.ProcessGroup, what: s
     try:
         if batch:
             group._start_coalescing(moves[0].memory.device)
-        for move in moves:
-            works.append((group.send if move.send else group.recv)([move.memory], move.peer, 0))
+        works += [(group.send if one.send else group.recv)([one.memory], one.peer, 0) for one in moves]
         if batch:
             works = [group._end_coalescing(moves[0].memory.device)]
     except RuntimeError as bad:

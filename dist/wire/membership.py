@@ -8,6 +8,7 @@ membership's list. A **membership** is a record, numbered upwards; `run` of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
@@ -33,7 +34,7 @@ Int64: TypeAlias = Annotated[int, Meta(ge=-(2**63) + 1, le=2**63 - 1)]
 
 
 class Member(Struct, frozen=True, forbid_unknown_fields=True):
-    """One process. ``identity``: drawn by it; ``host``, ``port``: of the store it hosts; ``node``: as its launcher says."""
+    """One process. ``identity``: drawn by it; ``host``, ``port``: of the store that it hosts; ``node``: of its host."""
 
     number: Annotated[int, Meta(ge=0, lt=2**31)]
     identity: Int62
@@ -90,12 +91,13 @@ class MembershipRecord(Struct, frozen=True, tag="membership", forbid_unknown_fie
 class MemberReport(Struct, frozen=True, tag="member", forbid_unknown_fields=True):
     """All that a member is, each time whole: after each change, as heartbeat, and again until it is answered.
 
-    ``seq`` rises: a report that was overtaken says nothing. ``job`` 0: a process that wants to join. ``installed``: the membership whose rows it has (0 = none); ``seen``: the
-    highest record that it has applied; ``heard``: and received. ``halted``: it completes and decides nothing until a
-    record above ``seen`` comes. ``serving``: a collective of ``installed`` was complete. ``completed``: its last step.
-    ``ready``: the change whose groups it has formed, and its run; ``refused``: one that would have left an expert without a slot.
-    ``missing``: members that it could not reach as it formed ``installed``. ``trouble``: why it halted, one line.
-    ``unfit``: it can't take its place (its source failed).
+    ``seq`` rises: a report that was overtaken says nothing. ``job`` 0: a process that wants to join. ``installed``: the
+    membership whose rows it has (0 = none); ``seen``: the highest record that it has applied; ``heard``: and received.
+    ``halted``: it completes and decides nothing until a record above ``seen`` comes. ``serving``: a collective of
+    ``installed`` was complete. ``completed``: its last step. ``ready``: the change whose groups it has formed, and that
+    one's run; ``refused``: one that would have left an expert without a slot. ``missing``: members that it could not
+    reach as it formed ``installed``. ``trouble``: why it halted, one line. ``unfit``: it can't take its place (its
+    source failed). ``leaving``: it wants to.
     """
 
     job: Int62
@@ -144,8 +146,8 @@ class RecordRequest(Struct, frozen=True, tag="record?", forbid_unknown_fields=Tr
 
 class MemberOrder(Struct, frozen=True, tag="order", forbid_unknown_fields=True):
     """Where the job's membership stands, each time whole. ``head``: the highest record. ``halt``: halt for what is up
-    to this record (0 = none). ``go``: the change that all are ready for. ``served``: the highest membership that
-    somebody serves in. ``end``: the job can't go on, and why."""
+    to this record (0 = none). ``go``: the change that all are ready for. ``served``: what the receiver has
+    installed, if somebody serves in it. ``end``: the job can't go on, and why."""
 
     job: Int62
     epoch: Int62
@@ -178,7 +180,8 @@ def decode_member_up(frame: bytes | memoryview) -> MemberUp:
             raise MessageError(f"member.protocol: found {message.protocol}, expected {MEMBER_PROTOCOL}")
         if not message.installed <= message.seen <= message.heard:
             raise MessageError(
-                f"member: installed {message.installed}, seen {message.seen}, heard {message.heard} found, expected rising"
+                f"member: installed {message.installed}, seen {message.seen}, heard {message.heard} found, "
+                "expected rising"
             )
     if isinstance(message, MembershipRecord):
         check_record(message)
@@ -227,7 +230,7 @@ def nodes_of(members: Sequence[Member]) -> int:
     """Number of nodes where the ranks of each lie together, equally many a node; 1 = no such order."""
     order = [member.node for member in members]
     changes = [0, *(i for i in range(1, len(order)) if order[i] != order[i - 1]), len(order)]
-    sizes = {after - before for before, after in zip(changes, changes[1:], strict=False)}
+    sizes = {after - before for before, after in pairwise(changes)}
     return len(changes) - 1 if len(sizes) == 1 and len(set(order)) == len(changes) - 1 else 1
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from evenroute.dist.membership import death as death_module
+from evenroute.dist.membership import decider as decider_module
 from evenroute.dist.membership import member as member_module
 from evenroute.dist.membership.decider import MembershipCore
 from evenroute.dist.membership.ledger import Ledger
@@ -112,23 +114,27 @@ class _Unhalts(MemberCore):
 
 
 class _DoneMax(MembershipCore):
-    def _death(self, top: Any, numbers: Any, got: Any) -> Any:
-        record = super()._death(top, numbers, got)
-        if isinstance(record, str):
-            return record
-        return replace(record, done=max(got[one].completed for one in numbers))
+    def _decide(self, now: float) -> Any:
+        saved = death_module.last_done
+        reports = self.got()
+        most = max((report.completed for report in reports.values()), default=-1)
+        death_module.last_done = lambda ledger, top, report: most  # type: ignore[assignment]
+        try:
+            return super()._decide(now)
+        finally:
+            death_module.last_done = saved
 
 
 class _DoneOwn(MembershipCore):
-    """Steps of a membership that was over do not bound what one that comes late reports."""
+    """Deaths that one who comes late has not heard of do not bound what it has done."""
 
-    def _death(self, top: Any, numbers: Any, got: Any) -> Any:
-        record = super()._death(top, numbers, got)
-        return (
-            record
-            if isinstance(record, str)
-            else replace(record, done=min(got[one].completed for one in numbers) + 1)
-        )
+    def _decide(self, now: float) -> Any:
+        saved = death_module.last_done
+        death_module.last_done = lambda ledger, top, report: report.completed + 1  # type: ignore[assignment]
+        try:
+            return super()._decide(now)
+        finally:
+            death_module.last_done = saved
 
 
 class _StaleReports(MembershipCore):
@@ -151,9 +157,14 @@ class _NotHalted(MembershipCore):
 class _TopIsFact(MembershipCore):
     """A change that somebody has installed is forgotten."""
 
-    def _top(self, got: dict[int, MemberReport]) -> MembershipRecord:
+    def _decide(self, now: float) -> Any:
+        saved = decider_module.top_of
         facts = [record for record in self.ledger.records if record.kind != "change"]
-        return facts[-1]
+        decider_module.top_of = lambda ledger, got: facts[-1]  # type: ignore[assignment]
+        try:
+            return super()._decide(now)
+        finally:
+            decider_module.top_of = saved
 
 
 class _SendFirst(MembershipCore):

@@ -195,16 +195,13 @@ class World:
         return bool(self.missing(number, me))
 
     def missing(self, number: int, me: SimMember) -> tuple[int, ...]:
-        found = []
-        for one in self.numbers_of(number):
-            other = self.by_number(one)
-            if other is None or not other.alive or other.stopped or other.phase == "over":
-                found.append(one)
-            elif other.core.halted or self._went_on(other, number):
-                # With calm, who is late is waited for.
-                if not self.calm or other.core.seen >= number:
-                    found.append(one)
-        return tuple(found)
+        return tuple(one for one in self.numbers_of(number) if self._is_missing(self.by_number(one), number))
+
+    def _is_missing(self, other: SimMember | None, number: int) -> bool:
+        if other is None or not other.alive or other.stopped or other.phase == "over":
+            return True
+        late = self.calm and other.core.seen < number  # with calm, who is late is waited for
+        return (other.core.halted or self._went_on(other, number)) and not late
 
     @staticmethod
     def _went_on(other: SimMember, number: int) -> bool:
@@ -387,7 +384,7 @@ class World:
             return ""
         if any(one.core.leaving for one in serving) and len(serving) * LOCAL - LOCAL >= self.experts:
             return "a member that wants to leave is there"
-        if head is None or head.number not in self.served and head.number not in life.members.void:
+        if head is None or head.number not in self.served | life.members.void:
             return f"membership {None if head is None else head.number} does not serve"
         for one in serving:
             if one.phase != "run" or one.step < goal:

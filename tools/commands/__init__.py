@@ -6,12 +6,14 @@ convert      writes other engines' files
 inspect      loads, placements, dumps and stores
 keygen       CURVE keys
 plan         a placement from loads
+launch       ranks that come and go
 pause        plans stop
 resume       plans go on
 rollback     the placement before, again
 rebalancer   the daemon
 record       recordings of a running job
 replay       other settings on a history
+scale        more ranks or fewer
 status       the answer of a daemon
 stress       the main job
 top          a daemon, watched

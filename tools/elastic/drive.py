@@ -25,7 +25,7 @@ class HangError(RuntimeError):
 
 @dataclass
 class Recovered:
-    """Survivors serve again. ``seconds`` from the disturbance to the last survivor's first collective; ``ranks`` then."""
+    """Ranks serve again. ``seconds``: from the disturbance to the last one's first collective; ``ranks``: then."""
 
     membership: int
     ranks: int

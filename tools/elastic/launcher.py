@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenroute.dist.client import query_status
 from evenroute.dist.wire.address import parse_address
 from evenroute.dist.wire.keys import load_client_keys
 from evenroute.dist.wire.link import DealerLink
@@ -118,6 +119,18 @@ class Launcher:
                 )
                 self._say(f"process {child.pid} (started as number {child.number}) ended with {how}")
         return ended
+
+    def lacking(self, rebalancer: str, keys: Path | None) -> int:
+        """How many more processes an operator wants than live; 0 where the rebalancer does not answer."""
+        try:
+            status = query_status(rebalancer, keys=keys, timeout_s=1.0)
+        except (OSError, ValueError, TimeoutError):
+            return 0
+        if status.ranks_wanted is None or not status.membership:
+            return 0
+        own = len(self.living())
+        others = max(0, len(status.members) - own)  # another host's launcher has them
+        return max(0, status.ranks_wanted - others - own)
 
     def status(self) -> int:
         """Exit status of the run: 0 if some process ended as it should and none that still counted did otherwise."""

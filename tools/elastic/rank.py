@@ -1,7 +1,7 @@
 """One process of `evenroute bench elastic`: a real MoE that is served while ranks come and go.
 
-Every step routes tokens of this process's own through all layers, with the experts of all ranks, and compares each layer's
-output with one process that holds every expert. Steps that are not done are computed again.
+Every step routes tokens of this process's own through all layers, with the experts of all ranks, and compares each
+layer's output with one process that holds every expert. Steps that are not done are computed again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from evenroute.dist.engines.experts import SwiGluExperts
 from evenroute.dist.weights.expert_weights import ExpertWeights
 from evenroute.dist.weights.weight_mover import MigrationConfig
 from evenroute.routing.counters import ExpertCounters
-from evenroute.routing.router import Router
 from evenroute.routing.output import DEFAULT_EMIT
+from evenroute.routing.router import Router
 from evenroute.routing.settings.config import RouterConfig
 from evenroute.tools.elastic.events import EventLog
 from evenroute.tools.run.moe_model import LogicalExperts, relative_error
@@ -141,7 +141,7 @@ def _serve(job: ElasticAgent, model: Model, events: EventLog, flags: argparse.Na
     next_batch = member * 1_000_000
     done: list[int] = []
     served = announced = 0
-    stop = flags.folder / "stop"
+    stop, leave = flags.folder / "stop", flags.folder / f"leave-{member}"
 
     def report() -> None:
         nonlocal served
@@ -166,6 +166,9 @@ def _serve(job: ElasticAgent, model: Model, events: EventLog, flags: argparse.Na
             if not todo:
                 todo.append(next_batch)
                 next_batch += 1
+            if leave.exists():
+                leave.unlink()
+                job.leave()
             if stop.exists() and job.next_step >= int(stop.read_text()):  # the same step on all
                 break
             with job.step(flags.tokens) as step:
