@@ -1,4 +1,4 @@
-"""Ranks come and go under traffic: kills, stops, joins and leaves, with every output checked. No torch in this process."""
+"""Ranks come and go under traffic: kills, stops, joins, leaves; every output is checked. No torch in this process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from evenroute.tools.bench.options import Parser
+from evenroute.tools.bench.options import BenchParser
 from evenroute.tools.elastic.drive import ElasticRun, HangError, Recovered
 
-ABOUT = """Kills, stops, adds and removes ranks of a real MoE that is served meanwhile (gloo on the CPU, NCCL where every
+ABOUT = """Kills, stops, adds and removes ranks of a real MoE that is served meanwhile (gloo on the CPU, NCCL where each
 rank has a GPU). Every output is compared with one process that holds all experts.
 
     evenroute bench elastic --ranks 4 --kill-rank 1@100 --join 200 --leave 0@300
@@ -44,7 +44,7 @@ def _at(text: str) -> tuple[int, int]:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The flags; wrong ones end the process with status 2."""
-    parser = Parser(
+    parser = BenchParser(
         prog="evenroute bench elastic",
         description=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,

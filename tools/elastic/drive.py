@@ -43,7 +43,9 @@ class ElasticRun:
         flags: Sequence[str] = (),
         planner: dict[str, str | float] | None = None,
         say: Callable[[str], None] = print,
+        quiet: bool = False,
     ) -> None:
+        """``quiet``: what the processes say goes into the folder's file "log"."""
         self.ranks = ranks
         self.events: list[dict[str, Any]] = []
         self._folder = RunFolder()
@@ -52,6 +54,7 @@ class ElasticRun:
         self._reader = EventReader(self.folder)
         self._flags = list(flags)
         self._say = say
+        self._quiet = quiet
         self.launcher: Launcher
 
     def __enter__(self) -> Self:
@@ -59,7 +62,10 @@ class ElasticRun:
             self.rebalancer.wait_ready()
             arguments = ["--rebalancer", self.rebalancer.address, "--folder", str(self.folder), *self._flags]
             self.launcher = Launcher(
-                rank_command(RANK_MODULE, arguments), rebalancer=self.rebalancer.address, say=self._say
+                rank_command(RANK_MODULE, arguments),
+                rebalancer=self.rebalancer.address,
+                say=self._say,
+                log=self.folder / "log" if self._quiet else None,
             )
             self.launcher.start(self.ranks)
             self.until(lambda: len(self.serving(1)) == self.ranks, 120.0, "the job's start")

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,10 +60,13 @@ class Launcher:
         rebalancer: str,
         keys: Path | None = None,
         say: Callable[[str], None] = print,
+        log: Path | None = None,
     ) -> None:
+        """``log``: where the processes' output goes, None = where this one's goes."""
         self.command = list(command)
         self.children: list[Child] = []
         self._say = say
+        self._log = log
         self._port = free_port()
         loaded = None if keys is None else load_client_keys(keys)
         self._link = DealerLink(
@@ -97,7 +101,11 @@ class Launcher:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             **more,
         }
-        process = subprocess.Popen(self.command, env=environment, preexec_fn=end_with_parent)
+        with ExitStack() as stack:
+            out = None if self._log is None else stack.enter_context(self._log.open("ab"))
+            process = subprocess.Popen(
+                self.command, env=environment, preexec_fn=end_with_parent, stdout=out, stderr=out
+            )
         child = Child(process, identity, number, "EVENROUTE_JOIN" in more)
         self.children.append(child)
         return child
