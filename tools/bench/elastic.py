@@ -44,11 +44,7 @@ def _at(text: str) -> tuple[int, int]:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The flags; wrong ones end the process with status 2."""
-    parser = BenchParser(
-        prog="evenroute bench elastic",
-        description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = BenchParser("elastic", ABOUT)
     add = parser.add_argument
     add("--ranks", type=int, default=4, help="processes at the start (default: 4)")
     add("--kill-rank", type=_at, action="append", default=[], metavar="R@STEP", help="kill -9 of a rank")
