@@ -44,7 +44,7 @@ class Changes:
         self.wanted: int | None = None
         self.go = 0
         self._since: float | None = None
-        self._next_number = 0
+        self._made = 0  # the last change of this life
 
     @property
     def open(self) -> bool:
@@ -53,6 +53,10 @@ class Changes:
         if head is None or head.kind != "change":
             return False
         return head.number not in deciding.served and head.number not in deciding.void
+
+    def is_held(self, number: int) -> bool:
+        """Whether nobody can have been given the go for a change: it was made in this life, which has not given it."""
+        return self._made == number and self.go != number
 
     def dropped(self) -> None:
         """The change under way came to nothing."""
@@ -118,6 +122,8 @@ class Changes:
         if current is None or not waiting:
             return []
         record, live = current
+        known = {member.identity for member in record.members}
+        waiting = [one for one in waiting if one.report.me.identity not in known]
         room = len(waiting) if self.wanted is None else max(0, self.wanted - len(record.members))
         waiting = sorted(waiting, key=lambda one: (one.report.me.node, one.report.me.identity))[:room]
         if not waiting:
@@ -152,7 +158,7 @@ class Changes:
         if not self._all.keep(record):
             return []
         self._all.core.changing = True
-        self.go, self._since = 0, None
+        self.go, self._since, self._made = 0, None, record.number
         message = RecordMessage(self._all.core.epoch, record)
         heard = self._all.heard
         peers = [heard[one].peer for one in self._all.concerned() if one in heard]

@@ -59,6 +59,7 @@ class MembershipCore:
         self._random_bits = random_bits
         self._stamp = stamp
         self._epoch = 0
+        self._seqs: dict[int, int] = {}  # of the last report, by identity
         self._gone: set[int] = set()
         self._strangers = Strangers(core, ledger, self._taken_up, stamp)
         core.follow(ledger)
@@ -67,36 +68,31 @@ class MembershipCore:
 
     def receive(self, peer: Peer, message: MemberUp, now: float) -> list[MemberOutgoing]:
         """Take one message. Returns what to send, in order."""
-        if self.core.phase is Phase.ENDED:
-            return []
-        try:
-            self._catch_up()
-            match message:
-                case MemberReport():
-                    return self._report(peer, message, now)
-                case MembershipRecord():
-                    return self._strangers.offer(message)
-                case Gone():
-                    self._gone.add(message.identity)
-                    self.joiners.pop(message.identity, None)
-                    return self._turn(now)
-        except StaleEpochError as error:
-            self.core.end(str(error))
-        except StoreError as error:
-            self._store_failed(error)
-        return []
+        match message:
+            case MemberReport():
+                return self._guarded(lambda: self._report(peer, message, now))
+            case MembershipRecord():
+                return self._guarded(lambda: self._strangers.offer(message))
+            case Gone():
+                self._gone.add(message.identity)
+                self.joiners.pop(message.identity, None)
+        return self.tick(now)
 
     def tick(self, now: float) -> list[MemberOutgoing]:
         """What is due by time."""
+        return self._guarded(lambda: self._turn(now))
+
+    def _guarded(self, act: Callable[[], list[MemberOutgoing]]) -> list[MemberOutgoing]:
         if self.core.phase is Phase.ENDED:
             return []
         try:
             self._catch_up()
-            return self._turn(now)
+            return act()
         except StaleEpochError as error:
             self.core.end(str(error))
         except StoreError as error:
-            self._store_failed(error)
+            self.core.counters.store_errors += 1
+            self.notices.append(Notice("store", f"membership not kept: {error}"))
         return []
 
     def _catch_up(self) -> None:
@@ -105,12 +101,13 @@ class MembershipCore:
             self.ledger.load()
             self.core.follow(self.ledger)
             self._epoch = self.core.epoch
-
-    def _store_failed(self, error: StoreError) -> None:
-        self.core.counters.store_errors += 1
-        self.notices.append(Notice("store", f"membership not kept: {error}"))
+            facts = [record for record in self.ledger.records if record.kind != "change"]
+            self.core.align(facts[-1] if facts else None, self.head)
 
     def _report(self, peer: Peer, report: MemberReport, now: float) -> list[MemberOutgoing]:
+        if report.seq < self._seqs.get(report.me.identity, 0):
+            return []  # overtaken
+        self._seqs[report.me.identity] = report.seq
         if report.job == 0:
             self.joiners[report.me.identity] = Heard(report, peer, now)
             return self._turn(now)
@@ -122,9 +119,6 @@ class MembershipCore:
         if self.core.phase is Phase.WAITING and report.seen > self.head.number:
             self.ledger.load()
         self.joiners.pop(report.me.identity, None)
-        known = self.heard.get(number)
-        if known is not None and known.report.seq > report.seq:
-            return []
         self.heard[number] = Heard(report, peer, now)
         out = [
             MemberOutgoing(peer, RecordMessage(self.core.epoch, record))
@@ -249,7 +243,7 @@ class MembershipCore:
         if not got or head is None:
             return []
         top = top_of(self.ledger, got)
-        if self._waits_for(top, got, now):
+        if self._waits_for(top, got, now) or self._may_serve_without(top, got):
             return []
         numbers = self._fit(top, got)
         if not numbers:
@@ -274,6 +268,14 @@ class MembershipCore:
             for one in listeners
             if one in self.heard
         ]
+
+    def _may_serve_without(self, top: MembershipRecord, got: dict[int, MemberReport]) -> bool:
+        """Whether all who reported are to leave by the change at the head: those who stay may serve in it by now,
+        unless nobody was given the go. One of them, halted before it, would prove that they don't."""
+        assert self.head is not None
+        if self.head.kind != "change" or top is self.head or self.changes.is_held(self.head.number):
+            return False
+        return not any(one in self.head.numbers for one in got)
 
     def _fit(self, top: MembershipRecord, got: dict[int, MemberReport]) -> list[int]:
         """Members that reported and can take their place; one less where they have failed to form too often."""

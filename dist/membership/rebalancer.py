@@ -76,6 +76,15 @@ class ElasticRebalancerCore(RebalancerCore):
         self._adopt(record.run, record.shape)
         self._published.newest = self._published.wire = None  # what it begins with is the ranks' to say
 
+    def align(self, fact: MembershipRecord | None, head: MembershipRecord | None) -> None:
+        """A life that begins may have heard ranks that are thought dead: the last death record is a fact, and only a
+        change after it may serve meanwhile."""
+        if fact is None or head is None or (self.view is not None and self.view.run in (fact.run, head.run)):
+            return
+        known = self._ledger is not None and self.view is not None
+        if self.view is None or (known and any(one.run == self.view.run for one in self._ledger.records)):  # type: ignore[union-attr]
+            self.take_membership(fact)
+
     def _take_newest_of_store(self) -> None:
         super()._take_newest_of_store()
         head = None if self._ledger is None else self._ledger.head

@@ -150,7 +150,7 @@ class ElasticRun:
     def recovered(self, gone: Sequence[Child], at: float, limit_s: float) -> Recovered:
         """Until all but ``gone`` serve in a membership without them."""
         pids = {child.pid for child in gone}
-        expected = {child.pid for child in self.members().values()} - pids
+        expected = {event["pid"] for event in self.serving(self.newest()[0])} - pids
 
         def serve() -> list[dict[str, Any]]:
             number, ranks = self.newest()
