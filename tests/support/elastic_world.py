@@ -7,6 +7,7 @@ leaves, crashes, two masters, lost, late, doubled and reordered messages. A sche
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -461,3 +462,38 @@ class World:
                     member = one.core.me.number in self.numbers_of(number) and one.core.record is not None
                     if member and one.phase == "run" and one.index not in who and not undelivered:
                         self.fault(f"I3 step {step} never delivered by {one.index}")
+
+
+def main() -> int:
+    """Run seeds, or a planted fault until it is caught; 1 if that is not as it should be."""
+    from support.elastic_mutations import PLANTED
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", default="0:1000")
+    parser.add_argument("--mutation", choices=[*PLANTED, "all"])
+    args = parser.parse_args()
+    first, last = (int(word) for word in args.seeds.split(":"))
+    names = [args.mutation] if args.mutation and args.mutation != "all" else list(PLANTED)
+    bad = 0
+    for name in names if args.mutation else [""]:
+        caught, cover = "", Counter[str]()
+        for seed in range(first, last):
+            world = World(seed, PLANTED[name] if name else None)
+            found = world.run()
+            cover.update(world.cover)
+            if found and name:
+                caught = f"seed {seed}: {found[0]}"
+                break
+            if found:
+                bad += 1
+                print(f"seed {seed}: {found[0]}", flush=True)
+        if name:
+            bad += not caught
+            print(f"{name}: {caught or 'NOT CAUGHT'}", flush=True)
+        else:
+            print(f"{last - first} schedules, {bad} with a violation; {dict(cover)}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

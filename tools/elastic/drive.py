@@ -44,8 +44,9 @@ class ElasticRun:
         planner: dict[str, str | float] | None = None,
         say: Callable[[str], None] = print,
         quiet: bool = False,
+        module: str = RANK_MODULE,
     ) -> None:
-        """``quiet``: what the processes say goes into the folder's file "log"."""
+        """``quiet``: what the processes say goes into the folder's file "log". ``module``: what each runs."""
         self.ranks = ranks
         self.events: list[dict[str, Any]] = []
         self._folder = RunFolder()
@@ -55,6 +56,7 @@ class ElasticRun:
         self._flags = list(flags)
         self._say = say
         self._quiet = quiet
+        self._module = module
         self.launcher: Launcher
 
     def __enter__(self) -> Self:
@@ -62,7 +64,7 @@ class ElasticRun:
             self.rebalancer.wait_ready()
             arguments = ["--rebalancer", self.rebalancer.address, "--folder", str(self.folder), *self._flags]
             self.launcher = Launcher(
-                rank_command(RANK_MODULE, arguments),
+                rank_command(self._module, arguments),
                 rebalancer=self.rebalancer.address,
                 say=self._say,
                 log=self.folder / "log" if self._quiet else None,
