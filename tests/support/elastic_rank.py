@@ -68,7 +68,7 @@ def patch() -> None:
                     _here("forward")
                     return first(rows, ends)
 
-            if not type(first).__name__ == "Dying":
+            if type(first).__name__ != "Dying":
                 layers[1].experts = Dying()
         return forward(self, batch)
 

@@ -1,4 +1,4 @@
-"""Real processes: a real MoE on gloo, every output checked against one process, while ranks die, stop, join and leave."""
+"""Real processes: a real MoE on gloo, every output checked with one process, while ranks die, stop, join and leave."""
 
 import os
 import random
