@@ -52,10 +52,10 @@ simulate: install
 	cd tests && $(abspath $(BIN))/python -m support.simulator --seeds $(SEEDS) --jobs $$(nproc)
 
 # Generated faults against the unit tests; a survivor is a missing test, or is explained in tests/support/mutants.md.
-SAMPLE ?= 400
+SAMPLE ?= 60
 FILES ?= *
 mutants: install
-	cd tests && $(abspath $(BIN))/python -m support.mutants --sample $(SAMPLE) --files '$(FILES)' --jobs $$(nproc)
+	cd tests && $(abspath $(BIN))/python -m support.mutants --sample $(SAMPLE) --files '$(FILES)' --jobs $$(nproc) --results $(abspath build/mutants/results.jsonl)
 
 MINUTES ?= 10
 soak: install

@@ -129,8 +129,9 @@ class PlannerSettings:
     `RebalancePolicy` decides, as in `evenroute replay --policy rebalancer`. `policy`: auto (a full plan at the start,
     then shares and few moves), weighted (without the full plan), incremental (few moves, even shares), global or
     hierarchical (a full plan at every interval). `target`, `max_moves` (of one plan; no full plan is made) and
-    `num_groups` (above 1: groups stay on their node) limit it. A `function`, called as `plan_placement` is, decides in
-    place of the policy.
+    `num_groups` (above 1: groups stay on their node) limit it. Moves must save more than they cost in `life_s`; until
+    ranks have measured it, `slot_s` (a rank's fetch of one) and `load_fraction` (of a step, that follows the hottest
+    rank) are taken, else defaults. A `function`, called as `plan_placement` is, decides in place of the policy.
     """
 
     enabled: bool = True
@@ -142,6 +143,9 @@ class PlannerSettings:
     num_groups: Annotated[int, _range(1, 65536)] = 1
     target: Annotated[float | None, Rule(lambda value: 0 < value <= 1, "a balancedness in (0, 1]")] = None
     max_moves: Annotated[int | None, _range(0, 2**31)] = None
+    life_s: Seconds = 300.0  # how long a plan is expected to serve
+    slot_s: Annotated[float | None, _range(1e-9, 3600)] = None
+    load_fraction: Annotated[float | None, Rule(lambda value: 0 < value <= 1, "a part in (0, 1]")] = None
     time_limit_s: Seconds = 60.0
     degraded_after: Annotated[int, _range(1, 10**9)] = 3  # intervals without a successful plan
     function: Annotated[str, Rule(_is_function, "MODULE:FUNCTION")] = (

@@ -53,7 +53,10 @@ def experts(hidden: torch.Tensor, physical_ids: torch.Tensor, weights: torch.Ten
     return torch.tanh(hidden) * weights.sum(dim=1, keepdim=True)
 
 
-for _ in range(600):
+steps = 0
+# Until a first switch has passed all layers (`key` is None while one is under way).
+while steps < 600 or (config.rebalancer and agent.key in ((0, 0), None) and steps < 50_000):
     forward(torch.randn(128, HIDDEN))
+    steps += 1
 print(f"rank {dist.get_rank()}: routed with placement {agent.key}")
 # No close: at the end of the process the agent sends its last window and says goodbye.

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from evenroute.eplb._io import open_input, unpacked_bytes, visible
 from evenroute.eplb.files import open as files
-from evenroute.eplb.files.open import open_source
+from evenroute.eplb.files.open import Opened, open_source
 from evenroute.eplb.loads.decoding import damaged
 from evenroute.eplb.loads.source import LoadSource, PlacementMap
 from evenroute.eplb.placement.models import MODEL_SHAPES, ModelShape
+from evenroute.tools.stdin import with_stdin
 
 
 def tell_unfinished(line: str) -> None:
@@ -31,9 +32,26 @@ def tell_unfinished(line: str) -> None:
 def open_loads(
     paths: Sequence[Path], *, num_experts: int | None = None, layout: str | None = None
 ) -> list[LoadSource]:
-    """`evenroute.open_loads` with `.pt` files, and a note for each dump that is left out."""
+    """`evenroute.open_loads` with `.pt` files, `-` for standard input, and a note for each dump that is left out."""
     return files.open_loads(
-        paths, num_experts=num_experts, layout=layout, read_pt=read_pt, on_unfinished=tell_unfinished
+        with_stdin(paths),
+        num_experts=num_experts,
+        layout=layout,
+        read_pt=read_pt,
+        on_unfinished=tell_unfinished,
+    )
+
+
+def open_sources(
+    paths: Sequence[Path], num_experts: int | None, layout: str | None, *, unfinished: bool
+) -> Opened:
+    """Everything under the paths, loads or not, with `.pt` files and `-` for standard input."""
+    return files.open_sources(
+        with_stdin(paths),
+        read_pt=read_pt,
+        num_logical_experts=num_experts,
+        layout=layout,
+        unfinished=unfinished,
     )
 
 

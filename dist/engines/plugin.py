@@ -56,7 +56,11 @@ class PluginSettings:
 
     def agent_config(self, *, model: str, top_k: int, shared_counts: bool) -> AgentConfig:
         """The agent's settings with what the engine knows; a model's name that was given stays."""
-        known = {"model": self.agent.model or model, "top_k": top_k, "shared_counts": shared_counts}
+        known: dict[str, Any] = {
+            "model": self.agent.model or model,
+            "top_k": top_k,
+            "shared_counts": shared_counts,
+        }
         return dataclasses.replace(self.agent, **known)
 
 

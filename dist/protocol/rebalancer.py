@@ -27,7 +27,6 @@ from evenroute.dist.protocol.types import (
 )
 from evenroute.dist.protocol.view import RunView, implausible
 from evenroute.dist.wire.messages import (
-    Goodbye,
     JobShape,
     RankStatus,
     RankWindow,
@@ -93,8 +92,8 @@ class RebalancerCore:
                 return self._guarded(self._receive_rows, peer, message, now)
             case SnapshotRequest():
                 return self._guarded(self._receive_snapshot_request, peer, message, now)
-            case Goodbye():
-                return []  # the driver's: nothing of the protocol depends on it
+            case _:  # the driver's: nothing of the protocol depends on it
+                return []
 
     def receive_windows(self, windows: Sequence[tuple[Peer, RankWindow]]) -> list[Outgoing]:
         """Take many windows in one store transaction (acknowledged when it is committed)."""

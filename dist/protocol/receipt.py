@@ -199,7 +199,8 @@ class WindowReceipt:
         return Outgoing(peer, Refusal(window.run, epoch, "window", window.seq, reason[:500]))
 
     def _flag(self, view: RunView, window: RankWindow | RankWindowRow, text: str) -> None:
-        view.ranks[window.rank].trouble = f"window {window.seq} {text}"
+        rank = view.ranks[window.rank]
+        rank.trouble, rank.trouble_at = f"window {window.seq} {text}", rank.heard_at
         self._notices.append(Notice("window", f"rank {window.rank}: window {window.seq} {text}"))
 
     def store(

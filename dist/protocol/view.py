@@ -32,6 +32,7 @@ class RankView:
     conflict: Key = NO_KEY
     refused: Key = NO_KEY
     trouble: str = ""
+    trouble_at: float = 0.0
     shadow: bool = False
 
     def update(self, status: RankStatus, peer: Hashable, now: float) -> None:

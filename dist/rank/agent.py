@@ -24,6 +24,7 @@ from evenroute.dist.groups import RollCall
 from evenroute.dist.protocol.job_start import StartedJob
 from evenroute.dist.protocol.rank import PreparedPlacement, RankConfig, RankCore, prepare_placement
 from evenroute.dist.protocol.stream import Unsent
+from evenroute.dist.rank.clock import StepTimer
 from evenroute.dist.rank.closing import Closing, close_with
 from evenroute.dist.rank.counts import Counters, CountTaker
 from evenroute.dist.rank.start import Tables, agree_on_start, check_start, connect
@@ -105,6 +106,7 @@ class RankAgent:
             ),
         )
         self._recorder = self._thread.recorder
+        self._clock = StepTimer(self._thread.report, self.run, self.rank, mover, every_s=config.heartbeat_s)
         self._tap = RecordingTap(started.job, counters.device)
         self._rows_changed = False  # since the live rows last went to a recording
         self._takes = CountTaker(
@@ -183,12 +185,8 @@ class RankAgent:
             raise
         agent._thread.start()
         if rank == 0:
-            source = (
-                "the rebalancer" if started.epoch else "this job's start placement, no rebalancer was heard"
-            )
-            logger.info(
-                "run %x: %d ranks, placement %s from %s", started.run, job.ep_size, started.key, source
-            )
+            source = "the rebalancer" if started.epoch else "this job's start, no rebalancer was heard"
+            logger.info("run %x: %d ranks, placement %s from %s", agent.run, job.ep_size, started.key, source)
         return agent
 
     # ----------------------------------------------------------------------------------------- step
@@ -212,6 +210,7 @@ class RankAgent:
             raise RuntimeError("RankAgent.step: the agent is closed")
         step = self._closing.step
         switched: tuple[int, ...] = ()
+        self._clock.begin()
         if self._tap.open:
             self._tap.finish()
         session = self._recorder.session
@@ -222,6 +221,7 @@ class RankAgent:
             if not between:
                 switched = self._switches.agree(vote, step)
             self._mover.advance()
+            self._clock.enqueued(switched)
         except BaseException:
             self._closing.failed = True
             raise

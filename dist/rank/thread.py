@@ -24,7 +24,7 @@ from evenroute.dist.record.recorder import RankRecorder
 from evenroute.dist.record.session import RecordingSession
 from evenroute.dist.wire.control import decode_order, encode_control
 from evenroute.dist.wire.link import CONTROL_TAG, DealerLink
-from evenroute.dist.wire.messages import Goodbye, MessageError, Up, decode_down, encode
+from evenroute.dist.wire.messages import Goodbye, MessageError, RankCosts, Up, decode_down, encode
 
 logger = logging.getLogger("evenroute.dist.agent")
 
@@ -99,6 +99,7 @@ class AgentThread:
         self._heard_at = time.monotonic()
         self._link = link
         self._takes: deque[Take] = deque()
+        self._costs: deque[RankCosts] = deque(maxlen=8)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._partial: _Partial | None = None
@@ -121,6 +122,10 @@ class AgentThread:
         """Give a take to this thread, which sends it."""
         self._takes.append(take)
         self.wake()
+
+    def report(self, costs: RankCosts) -> None:
+        """Send this in the next turn."""
+        self._costs.append(costs)
 
     # --------------------------------------------------------------------------------- agent thread
 
@@ -170,6 +175,8 @@ class AgentThread:
         with self.lock:
             out = self.core.tick(time.monotonic())
         self._send(out)
+        while self._costs:
+            self._send([self._costs.popleft()])
         while self.core.notices:
             logger.warning("rank %d: %s", self.core.rank, self.core.notices.popleft())
         for report in self.recorder.due(time.monotonic()):

@@ -12,6 +12,8 @@ import logging
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,14 +22,18 @@ from numpy.typing import NDArray
 
 from evenroute.dist.config import PlannerSettings
 from evenroute.dist.protocol.publication import fits
-from evenroute.dist.wire.messages import JobShape, WirePlacement
+from evenroute.dist.protocol.receipt import LoadView
+from evenroute.dist.wire.messages import JobShape, RankCosts, WirePlacement
 from evenroute.dist.wire.placement import pack_placement, unpack_placement
-from evenroute.eplb.loads.balance import placement_balancedness
+from evenroute.eplb.loads.balance import placement_balancedness, rank_loads
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.cost import TimeCosts
 from evenroute.eplb.planner.full import check_hierarchical
 from evenroute.eplb.planner.plan import Plan
 from evenroute.eplb.planner.policy import Decision, PolicySettings, Question, RebalancePolicy
+from evenroute.eplb.planner.price.measured import MeasuredCosts, RankTimes
+from evenroute.eplb.planner.price.worth import Savings, Worth
 from evenroute.eplb.store.writer import HistoryStore, StaleEpochError, StoreError
 
 logger = logging.getLogger("evenroute.dist.rebalancer")
@@ -35,6 +41,7 @@ logger = logging.getLogger("evenroute.dist.rebalancer")
 REMEMBERED = 32  # windows; what came before them weighs less than 4 % (`memory.FADING` ** 32)
 _START = "start-placement"
 _SETTING = "policy-window-{}"
+PRICE = "price"  # JSON: `_Price`
 _LOOK_BACK = 16  # placements: each life takes one up
 _NOT_PLANNED = ("taken-up", "rollback")
 
@@ -68,11 +75,23 @@ def policy_settings(settings: PlannerSettings, job: JobShape) -> PolicySettings:
     if settings.min_gain:
         given["share_mean_gain"] = max(settings.min_gain, PolicySettings.share_mean_gain)
     return PolicySettings(
+        costs=given_costs(settings),
+        life_seconds=settings.life_s,
         uneven_shares=settings.policy in ("auto", "weighted"),
         hierarchical=kept,
         num_groups=settings.num_groups,
         **given,  # type: ignore[arg-type]
     )
+
+
+def given_costs(settings: PlannerSettings) -> TimeCosts:
+    """What moves and imbalance cost until the ranks have measured it: given, else the defaults."""
+    costs = TimeCosts()
+    if settings.slot_s is not None:
+        costs = replace(costs, seconds_per_slot=settings.slot_s, source="given")
+    if settings.load_fraction is not None:
+        costs = replace(costs, load_fraction=settings.load_fraction, step_source="given")
+    return costs
 
 
 class _Window(Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,8 +150,14 @@ class LivePolicy:
         plan = Plan(live, action, "", as_it_was, as_it_was, np.array([moves]))
         self.policy.settle(Decision(action, "", plan))
 
-    def ask(self, counts: NDArray[np.int64], live: Placement) -> Question | None:
-        """What the planner's process is to answer after this window; None if it holds no load."""
+    def ask(
+        self, counts: NDArray[np.int64], live: Placement, costs: TimeCosts | None = None
+    ) -> Question | None:
+        """What the planner's process is to answer after this window; None if it holds no load.
+
+        costs: measured ones, if there are any.
+        """
+        self.policy.costs = costs or self.settings.costs
         if self._always_full:
             self.policy.request_full_plan()
         self._counts = counts
@@ -164,6 +189,97 @@ class LivePolicy:
             logger.warning("what the policy remembers is not kept: %s", error)
 
 
+class _Price(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the ranks measured and what rebalancing was worth, of jobs of one shape."""
+
+    shape: tuple[int, int, int, int]
+    measured: dict[str, Any]
+    worth: dict[str, Any]
+
+
+def _shape(job: JobShape) -> tuple[int, int, int, int]:
+    return job.num_layers, job.num_logical_experts, job.num_slots, job.ep_size
+
+
+class LiveCosts:
+    """The ranks' figures, what they come to and what rebalancing was worth; kept in the store."""
+
+    def __init__(self, store: HistoryStore, settings: PlannerSettings) -> None:
+        self._store = store
+        self._given = given_costs(settings)
+        self._measured = MeasuredCosts()
+        self._worth = Worth()
+        self._shape: tuple[int, ...] | None = None
+        self._job: JobShape | None = None
+        self._start: Placement | None = None
+        self.step_seconds: float | None = None  # of the last interval
+        with suppress(StoreError, msgspec.DecodeError, TypeError, ValueError):
+            text = store.setting(PRICE)
+            if text is not None:
+                kept = msgspec.json.decode(text, type=_Price)
+                measured, worth = MeasuredCosts(kept.measured), Worth(**kept.worth)
+                self._measured, self._worth, self._shape = measured, worth, kept.shape
+
+    def report(self, message: RankCosts) -> None:
+        """A rank's figures."""
+        times = RankTimes(
+            message.steps,
+            message.step_s,
+            message.lost_s,
+            message.transfer_s,
+            message.slots,
+            float(message.slot_bytes),
+        )
+        self._measured.add(message.run, message.rank, times)
+
+    def costs(self) -> TimeCosts:
+        """Measured figures, given or default ones where there are none yet."""
+        return self._given if self._job is None else self._measured.costs(self._given, self._job.ep_size)
+
+    def savings(self) -> Savings | None:
+        """What rebalancing has saved and cost this run so far; None before an interval whose steps were measured."""
+        if self._job is None:
+            return None
+        return self._worth.savings(self._measured, self.costs(), self._job.ep_size)
+
+    def moved(self, num_moves: int, epoch: int) -> None:
+        """A version is published that moves so many slots."""
+        self._worth.moves += num_moves
+        self._keep(epoch)
+
+    def end_interval(self, view: LoadView, live: Placement, job: JobShape, run: int, epoch: int) -> None:
+        """The counts of an interval are whole: how long its steps took, and how long they would have."""
+        if job != self._job:
+            if self._shape not in (None, _shape(job)):
+                self._measured = MeasuredCosts()
+            self._job, self._shape = job, _shape(job)
+            self._start = start_placement(self._store, job) or live
+        if run != self._worth.run:
+            self._worth = Worth(run)
+        steps = max(rank.last_step for rank in view.ranks) - min(rank.first_step for rank in view.ranks) + 1
+        loads = rank_loads(view.counts, live)
+        mean, hottest = float(loads.mean(axis=1).sum()) / steps, float(loads.max(axis=1).sum()) / steps
+        self.step_seconds = self._measured.end_interval(mean, hottest)
+        if self.step_seconds is None:
+            return
+        assert self._start is not None
+        first = float(rank_loads(view.counts, self._start).max(axis=1).sum()) / steps
+        self._worth.served(steps, first, hottest, mean, self.step_seconds, self.costs())
+        self._keep(epoch)
+
+    def _keep(self, epoch: int) -> None:
+        job = self._job
+        if job is None:
+            return
+        price = _Price(_shape(job), self._measured.state, self._worth.state)
+        try:
+            self._store.set_setting(PRICE, msgspec.json.encode(price).decode(), epoch=epoch)
+        except StaleEpochError:
+            raise
+        except StoreError as error:
+            logger.warning("what the ranks measured is not kept: %s", error)
+
+
 def keep_start(store: HistoryStore, live: Placement, epoch: int) -> None:
     """Keep what a job routes with before its first version, to roll back to."""
     with suppress(StoreError):
@@ -175,8 +291,15 @@ def earlier_placements(store: HistoryStore, job: JobShape) -> Iterator[tuple[str
     for row in store.placements(newest_first=True):
         if fits(row.placement, job):
             yield f"version {row.epoch:x}/{row.version} ({row.policy})", row.placement
-    start = store.setting(_START)
+    start = start_placement(store, job)
     if start is not None:
-        with suppress(ValueError, msgspec.DecodeError):  # of a job of another shape
-            wire = msgspec.json.decode(start, type=WirePlacement)
-            yield "the placement that the job started with", unpack_placement(wire, job)
+        yield "the placement that the job started with", start
+
+
+def start_placement(store: HistoryStore, job: JobShape) -> Placement | None:
+    """What the first job of this shape started with, if the store has it (`keep_start`)."""
+    with suppress(StoreError, ValueError, msgspec.DecodeError):  # of a job of another shape
+        text = store.setting(_START)
+        if text is not None:
+            return unpack_placement(msgspec.json.decode(text, type=WirePlacement), job)
+    return None

@@ -64,6 +64,10 @@ GAUGES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     ),
     "balancedness_total": ("Sum of means over sum of maxes of the last interval.", ()),
     "balancedness_predicted_total": ("The same as predicted for the newest plan.", ()),
+    "saved_gpu_seconds": ("That rebalancing saved this run so far, against its first placement.", ()),
+    "moving_gpu_seconds": ("That moving weights took this run so far.", ()),
+    "slot_seconds": ("That a moved slot costs its rank, as measured.", ()),
+    "step_seconds": ("A step in the last interval, median over ranks.", ()),
     "live_layers_behind": ("Whether some layer is not on the newest version (0 or 1).", ()),
     "recording": ("1 while a recording runs.", ()),
 }
@@ -148,6 +152,10 @@ def gauge_values(
         ],
         "balancedness_total": one(status.balancedness_total),
         "balancedness_predicted_total": one(status.balancedness_predicted),
+        "saved_gpu_seconds": one(status.saved_gpu_seconds),
+        "moving_gpu_seconds": one(status.cost_gpu_seconds),
+        "slot_seconds": one(status.slot_seconds),
+        "step_seconds": one(status.step_seconds),
         "live_layers_behind": one(status.live_lowest != status.newest),
     }
 

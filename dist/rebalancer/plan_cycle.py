@@ -18,7 +18,7 @@ from evenroute.dist.config import PlannerSettings
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.receipt import LoadView
 from evenroute.dist.protocol.types import Outgoing, PlacementInfo
-from evenroute.dist.rebalancer.decisions import LivePolicy, earlier_placements, keep_start
+from evenroute.dist.rebalancer.decisions import LiveCosts, LivePolicy, earlier_placements, keep_start
 from evenroute.dist.rebalancer.intervals import lacking, most_windows, whole_windows
 from evenroute.dist.rebalancer.planner import PlannerError, PlannerProcess, decide_request, plan_request
 from evenroute.dist.rebalancer.planner_child import DecideRequest, PlanReply, PlanRequest
@@ -40,6 +40,7 @@ class PlanCycle:
         self, core: RebalancerCore, store: HistoryStore, settings: PlannerSettings, now: float
     ) -> None:
         self.settings = settings
+        self.costs = LiveCosts(store, settings)
         self.planner = PlannerProcess(settings.time_limit_s, settings.function)
         self.cycle = 0
         self.succeeded = 0
@@ -148,6 +149,9 @@ class PlanCycle:
         self.cycle += 1
         loads = view.counts.astype(np.float64)
         self._measure(loads, live)
+        assert self._core.job is not None
+        assert self._core.view is not None
+        self.costs.end_interval(view, live, self._core.job, self._core.view.run, self._core.epoch)
         self._core.clear_loads()
         self._interval_from = self._requested_at = now
         request = self._question(view.counts, live)
@@ -168,7 +172,7 @@ class PlanCycle:
             restored = self._policy.restore(live)
             if restored:
                 logger.info("the policy remembers %d windows of the store", restored)
-        question = self._policy.ask(counts, live)
+        question = self._policy.ask(counts, live, self.costs.costs())
         self._asked_from = live
         return None if question is None else decide_request(question, self._policy.settings, self.cycle, live)
 
@@ -275,6 +279,7 @@ class PlanCycle:
             return []
         if self._core.counters.placements_published > published:
             self.placements["published"] += 1
+            self.costs.moved(int(info.moves.sum()), self._core.epoch)
             before, predicted = _text(info.balancedness_before), _text(info.balancedness_predicted)
             logger.info(
                 "version %d published: %s, %d slots move, balancedness %s -> %s (%s)",

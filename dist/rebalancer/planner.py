@@ -65,6 +65,7 @@ def decide_request(
         max_moves=question.max_moves,
         noise=question.noise,
         full=question.full,
+        costs=question.costs,
         settings=settings,
         current=pack_placement(current),
     )

@@ -27,8 +27,9 @@ from evenroute.dist.wire.placement import pack_placement, unpack_placement
 from evenroute.eplb.loads.balance import Balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.cost import TimeCosts
 from evenroute.eplb.planner.history.expected import Expected
-from evenroute.eplb.planner.policy import PolicySettings, Question, RebalancePolicy, answer
+from evenroute.eplb.planner.policy import PolicySettings, Question, answer
 
 LENGTH_BYTES = 4
 READY = bytes(LENGTH_BYTES)  # in place of a length: waits for a request, or goes on with one
@@ -57,6 +58,7 @@ class DecideRequest(Struct, frozen=True, tag="decide", forbid_unknown_fields=Tru
     max_moves: int
     noise: float
     full: bool
+    costs: TimeCosts
     settings: PolicySettings
     current: WirePlacement
 
@@ -146,7 +148,9 @@ def decide(request: DecideRequest) -> PlanReply:
         current = _current(request.current)
         weights = np.frombuffer(request.weights, "<f8").copy()
         windows = np.frombuffer(request.windows, "<f8").reshape(len(weights), current.num_layers, -1).copy()
-        question = Question(Expected(windows, weights), request.max_moves, request.noise, request.full)
+        question = Question(
+            Expected(windows, weights), request.max_moves, request.noise, request.full, request.costs
+        )
         decision = answer(question, current, request.settings)
         reply = PlanReply(request.cycle, action=decision.action, reason=decision.reason)
         if decision.plan is None:
@@ -193,27 +197,8 @@ def _warm_up(function: str) -> None:
             importlib.import_module(function.partition(":")[0])
         if not function or function.startswith("evenroute."):
             importlib.import_module("evenroute.eplb.planner.warm_up").warm_up()
-        if not function:
-            _decide_tiny_cases()
     except Exception as error:  # each request will fail with the same, and be answered with it
         print(f"planner {function}: {error}", file=sys.stderr)
-
-
-def _decide_tiny_cases() -> None:
-    """Have the policy decide all that it can, so that whatever it needs is compiled (for the types that it meets)."""
-    for nodes, settings in (
-        (1, PolicySettings()),
-        (1, PolicySettings(uneven_shares=False)),
-        (2, PolicySettings(hierarchical=True, num_groups=2)),
-    ):
-        topology = Topology(4, nodes)
-        placement = Placement.initial(2, 8, 12, topology)
-        policy = RebalancePolicy(topology, 12, settings)
-        rng = np.random.default_rng(0)
-        for _ in range(6):
-            counts = rng.poisson(100_000 * rng.dirichlet(np.full(8, 0.3), 2)).astype(np.int64)
-            decision = policy.decide(counts, placement)
-            placement = placement if decision.plan is None else decision.plan.placement
 
 
 class _CompileWatch(Listener):

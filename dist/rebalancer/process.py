@@ -104,7 +104,13 @@ class Rebalancer:
         self._log = LimitedLog(logger)
         self._jobs = JobGate(self.core, self._log)
         self._ranks = RankTraffic(
-            self.core, self._link, self._jobs, self._rejected, self._log, settings.max_message_bytes
+            self.core,
+            self._link,
+            self._jobs,
+            self._rejected,
+            self._log,
+            settings.max_message_bytes,
+            self.plans.costs.report,
         )
         self._files = FileWatch(self._lock, self._link, self._store, self._log)
         silent_s = settings.member_silence_s
@@ -315,6 +321,8 @@ class Rebalancer:
             counters.placements_published,
             0 if self._link is None else self._link.dropped,
         )
+        if (savings := self.plans.costs.savings()) is not None:
+            logger.info("%s", savings.told())
         if self.core.newest is not None and (behind := self.core.ranks_behind()):
             logger.info("%d ranks are not known to hold the newest placement; they ask again", len(behind))
         self._release()

@@ -18,7 +18,7 @@ from evenroute.dist.wire.messages import NO_KEY
 from evenroute.eplb.store.schema import IN_USE_EVENT, encode_in_use
 from evenroute.eplb.store.writer import HistoryStore, StoreError
 
-_STORE_ERROR_SHOWN_S = 60.0
+_SHOWN_S = 60.0  # so long an error or a flagged window is told; what goes on comes again
 _IN_USE_EVERY_S = 1.0
 
 
@@ -63,6 +63,7 @@ class StatusBuilder:
         job = core.job
         finished = bool(ranks) and all(rank.ended for rank in ranks) and core.phase is Phase.SERVING
         counters = {**asdict(core.counters), **extra_counters}
+        costs, savings = plans.costs.costs(), plans.costs.savings()
         return RebalancerStatus(
             state="finished" if finished else core.phase.value,
             degraded=[*self._degraded(now, ranks, finished), *problems, *membership.problems()],
@@ -104,6 +105,12 @@ class StatusBuilder:
             paused=plans.paused,
             last_action=plans.last_action,
             last_reason=plans.last_reason,
+            costs=costs.told(),
+            slot_seconds=costs.seconds_per_slot * costs.slowdown if costs.source == "measured" else None,
+            step_seconds=plans.costs.step_seconds,
+            saved_gpu_seconds=None if savings is None else savings.saved,
+            cost_gpu_seconds=None if savings is None else savings.cost,
+            worth="" if savings is None else savings.told(),
             shared_counts=job is not None and job.shared_counts,
             membership=membership.number,
             membership_state=membership.state,
@@ -168,10 +175,13 @@ class StatusBuilder:
         if not finished:
             reasons += self._version_reasons(now, ranks)
         if core.view is not None:
+            gone = {rank.rank for rank in ranks if rank.ended}
             troubled = [
-                (rank, view.trouble) for rank, view in sorted(core.view.ranks.items()) if view.trouble
+                f"rank {rank}: {view.trouble}"
+                for rank, view in sorted(core.view.ranks.items())
+                if view.trouble and rank not in gone and now - view.trouble_at < _SHOWN_S
             ]
-            reasons += [f"rank {rank}: {trouble}" for rank, trouble in troubled[:8]]
+            reasons += troubled[:8]
         if self._plans.overdue(now) and not finished:
             running = (
                 "the plan that runs has not ended" if self._plans.planner.busy else "no plan was due in time"
@@ -181,7 +191,7 @@ class StatusBuilder:
             reasons.append(f"no successful plan for {intervals} intervals ({why})")
         if core.counters.store_errors > self._store_errors:
             self._store_errors, self._store_error_at = core.counters.store_errors, now
-        if self._store_error_at is not None and now - self._store_error_at < _STORE_ERROR_SHOWN_S:
+        if self._store_error_at is not None and now - self._store_error_at < _SHOWN_S:
             reasons.append(f"store: {core.counters.store_errors} errors, the last one lately")
         return reasons
 

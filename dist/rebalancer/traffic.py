@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.types import Outgoing
@@ -18,6 +18,7 @@ from evenroute.dist.wire.messages import (
     Goodbye,
     MessageError,
     PlacementMessage,
+    RankCosts,
     RankStatus,
     RankWindow,
     encode,
@@ -43,6 +44,7 @@ class RankTraffic:
         rejected: Counter[str],
         log: LimitedLog,
         max_message_bytes: int,
+        take_costs: Callable[[RankCosts], None],
     ) -> None:
         self.merged = 0
         self._ended: tuple[int, set[int]] = (0, set())  # run, and its ranks that said goodbye
@@ -52,6 +54,7 @@ class RankTraffic:
         self._rejected = rejected
         self._log = log
         self._max_message_bytes = max_message_bytes
+        self._take_costs = take_costs
         self._windows: list[tuple[bytes, RankWindow]] = []
         self._batch_at = 0.0
         self._merged_run = self._shortest = 0
@@ -75,6 +78,9 @@ class RankTraffic:
                 self.store()
         elif isinstance(message, Goodbye):
             self._take_goodbye(received.peer, message)
+        elif isinstance(message, RankCosts):
+            if self._speaks(received.peer, message):
+                self._take_costs(message)
         elif message is not None and not self._jobs.refuses(message, now):
             self.send(self._guarded(received.peer, message, now))
             if isinstance(message, RankStatus) and message.run == self._ended[0]:
@@ -87,18 +93,24 @@ class RankTraffic:
 
     def _take_goodbye(self, peer: bytes, message: Goodbye) -> None:
         """Of the current run, and from the peer that speaks for this rank: nobody else can end it."""
+        if not self._speaks(peer, message):
+            return
         view = self._core.view
-        if view is None or message.run != view.run:
-            return
-        known = view.ranks.get(message.rank)
-        if known is None or known.peer != peer:
-            self._rejected["content"] += 1
-            return
+        assert view is not None
         if self._ended[0] != message.run:
             self._ended = (message.run, set())
         self._ended[1].add(message.rank)
         if len(self._ended[1]) == view.job.ep_size:
             self._log.log(logging.INFO, "run", f"run {view.run:#x} has finished: all ranks said goodbye")
+
+    def _speaks(self, peer: bytes, message: Goodbye | RankCosts) -> bool:
+        """Whether it is of the current run and of the peer that speaks for its rank; another's is counted."""
+        view = self._core.view
+        if view is None or message.run != view.run:
+            return False
+        known = view.speaks_for(peer, message.rank)
+        self._rejected["content"] += not known
+        return known
 
     def store_due(self, now: float) -> None:
         """Store the batch if its time is up."""

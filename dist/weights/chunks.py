@@ -11,6 +11,7 @@ import torch
 import torch.distributed as torch_dist
 
 from evenroute.dist.weights.exchange import InFlight, post, wait_host
+from evenroute.dist.weights.mover import MoveTotals
 from evenroute.dist.weights.open_layer import OpenLayer
 from evenroute.dist.weights.transfer import Chunk, most_peers
 from evenroute.dist.weights.watchdog import StallWatchdog
@@ -81,6 +82,7 @@ class ChunkRunner:
         self._watchdog = StallWatchdog(limit_s) if self.cuda else None
         self._flying: deque[InFlight] = deque()  # CPU: one at most
         self.bytes_received = 0
+        self.totals = MoveTotals()
         self.records: list[ChunkRecord] | None = None  # filled for benches, if set
 
     def enqueue(
@@ -92,12 +94,12 @@ class ChunkRunner:
             MigrationError: the backend refuses.
         """
         what = picked[-1][0].describe()
+        self._count([one for one, _ in picked])
         if self._watchdog is None:
             started = time.monotonic()
             self._flying.append(InFlight(what, started, self._transfer(picked, what)))
             return
-        timed = self.records is not None
-        begun, done = new_event(timing=timed), new_event(timing=timed)
+        begun, done = new_event(timing=True), new_event(timing=True)
         begun.record()
         for work in self._transfer(picked, what):
             work.wait()  # the main stream waits, not the host
@@ -111,6 +113,13 @@ class ChunkRunner:
         self._watchdog.watch(self._flying[0])
         if self.records is not None:
             self.records[-1].begun, self.records[-1].done = begun, done
+
+    def _count(self, layers: Sequence[OpenLayer]) -> None:
+        self.totals.chunks += 1
+        self.totals.slot_bytes = layers[-1].weights.expert_bytes
+        for one in {one.layer: one for one in layers}.values():
+            if one.enqueued and one.transfer is not None:
+                self.totals.slots += one.transfer.num_receives
 
     def _transfer(self, picked: Sequence[tuple[OpenLayer, Chunk]], what: str) -> list[torch_dist.Work]:
         moves = [move for one, chunk in picked for move in one.moves(chunk, self._rank)]
@@ -134,14 +143,18 @@ class ChunkRunner:
             oldest = self._flying[0]
             if self._watchdog is None:
                 wait_host(oldest, self._limit_s)
+                took = time.monotonic() - oldest.started
+                self.totals.seconds += took
                 if self.records:
-                    self.records[-1].host_s = time.monotonic() - oldest.started
+                    self.records[-1].host_s = took
             elif block:
                 assert oldest.done is not None
                 oldest.done.synchronize()
             elif not oldest.finished():
                 break
             self._flying.popleft()
+            if oldest.begun is not None and oldest.done is not None:
+                self.totals.seconds += oldest.begun.elapsed_time(oldest.done) / 1e3  # type: ignore[no-untyped-call]
         if self._watchdog is not None:
             self._watchdog.watch(self._flying[0] if self._flying else None)
         return not self._flying

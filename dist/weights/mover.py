@@ -1,10 +1,22 @@
 """What moves a layer from its live row to a target row: the interface that the rank agent drives, and the version that
 moves tables only. No torch here: the agreement and its simulator import this file in the base install."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from evenroute.eplb._checks import require_at_least, require_parts
 from evenroute.eplb.placement.placement import Placement, PlacementRow
+
+
+@dataclass
+class MoveTotals:
+    """What a mover has done so far: chunks enqueued here, seconds that they took here (once seen done), slots moved in
+    the whole job, bytes of one expert of one layer (mean over layers)."""
+
+    chunks: int = 0
+    seconds: float = 0.0
+    slots: int = 0
+    slot_bytes: int = 0
 
 
 class LayerMover(Protocol):
@@ -13,7 +25,7 @@ class LayerMover(Protocol):
     A target's life: `discard()` (always, as the target starts: nothing is open then, and the count of `staged` begins
     anew), `commit_layer` for the layers that need no transfer, then `open_layer` / `advance` / `commit_layer` until all
     its layers are committed, or `discard()` when it has failed. At most `num_buffers` layers are open at a time; layers
-    are committed in the order in which they were opened.
+    are committed in the order in which they were opened. One that has `totals` (`MoveTotals`) has its moves priced.
     """
 
     num_buffers: int

@@ -22,7 +22,7 @@ from evenroute.dist.weights.agree import compare_weights
 from evenroute.dist.weights.chunks import ChunkRecord, ChunkRunner, pick_chunks
 from evenroute.dist.weights.exchange import MigrationError
 from evenroute.dist.weights.expert_weights import ALIGN, LOADER_CALL, ExpertWeights, Loader
-from evenroute.dist.weights.mover import TableUpdater
+from evenroute.dist.weights.mover import MoveTotals, TableUpdater
 from evenroute.dist.weights.open_layer import OpenLayer
 from evenroute.dist.weights.staging import StagingBuffers
 from evenroute.dist.weights.verify import ChecksumTest, ExpectedChecksums
@@ -152,6 +152,7 @@ class WeightMover:
                 self.weights.load(layer, self._local(placement.physical_to_logical[layer]), self._loader)
         else:
             self._move_all(placement)
+        self._runner.totals = MoveTotals()  # from here on: while serving
         self._num_experts = placement.num_logical_experts
         self._rows = [row.copy() for row in placement.physical_to_logical]
         self._rebuild_checksums()
@@ -253,17 +254,17 @@ class WeightMover:
 
     def in_flight(self) -> str | None:
         """See `LayerMover`."""
-        chunk = self._runner.in_flight()
-        if chunk is not None:
-            return chunk
-        for one in self._open:
-            if not self._is_staged(one):
-                return one.describe()
-        return None
+        waiting = (one.describe() for one in self._open if not self._is_staged(one))
+        return self._runner.in_flight() or next(waiting, None)
 
     def close(self) -> None:
         """Stop the watchdog thread (CUDA). Nothing may be in flight any more."""
         self._runner.close()
+
+    @property
+    def totals(self) -> MoveTotals:
+        """See `LayerMover`."""
+        return self._runner.totals
 
     @property
     def bytes_received(self) -> int:

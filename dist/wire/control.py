@@ -181,6 +181,14 @@ class RebalancerStatus(Struct, frozen=True, forbid_unknown_fields=True):
     ranks_wanted: int | None = None  # by `evenroute scale`
     ranks_joining: int = 0
     ranks_lost: int = 0  # in this life of the rebalancer
+    costs: str = ""  # what moves and imbalance cost, and whose figures these are, in one line
+    slot_seconds: float | None = None  # that a moved slot costs its rank, ...
+    step_seconds: float | None = None  # ... and a step of the last interval, as measured
+    saved_gpu_seconds: float | None = (
+        None  # of this run so far, against its first placement; None: not known yet
+    )
+    cost_gpu_seconds: float | None = None  # that moves have taken
+    worth: str = ""  # both in one line, and whose figures they are
     shared_counts: bool = False  # all ranks see the same tokens: rank 0 counts and records for all
 
     @property

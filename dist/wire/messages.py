@@ -15,8 +15,9 @@ from msgspec import Meta, Struct
 
 from evenroute.eplb._io import visible
 
-PROTOCOL_VERSION: Final = 2
-"""2 brought `Refusal`, `Goodbye`, a rank's ``identity`` and bounds on steps. Another version is refused by name."""
+PROTOCOL_VERSION: Final = 3
+"""2 brought `Refusal`, `Goodbye`, a rank's ``identity`` and bounds on steps; 3 `RankCosts`. Another version is refused
+by name."""
 DEFAULT_FRAME_LIMIT: Final = 32 * 1024 * 1024
 """Bytes. The largest frame of kimi-k3 (92 layers, 1,024 slots, 896 experts) has 0.7 MB."""
 
@@ -25,6 +26,10 @@ Step: TypeAlias = Annotated[int, Meta(ge=0, lt=2**44)]
 """Of steps, votes and windows: five years at 10 microseconds a step; sums over 2^16 ranks stay below 2^62."""
 Seq: TypeAlias = Annotated[int, Meta(ge=1, lt=2**44)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**40)]
+Span: TypeAlias = Annotated[float, Meta(ge=0, le=3600)]
+"""Seconds of a step."""
+Total: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
+"""Seconds of a run."""
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=65536)]
 Key: TypeAlias = tuple[Int62, Int62]
 NO_KEY: Final[tuple[int, int]] = (0, 0)
@@ -114,6 +119,24 @@ class Rows(Struct, frozen=True, tag="rows", forbid_unknown_fields=True):
     placement: WirePlacement
 
 
+class RankCosts(Struct, frozen=True, tag="costs", forbid_unknown_fields=True):
+    """What steps and moves take on this rank, now and then; a lost one is made up for by the next.
+
+    ``steps``: since the message before; ``step_s``: median seconds of those in which no weights moved. Since the run
+    began: ``lost_s`` of steps to moving weights, ``transfer_s`` of transfers, ``slots`` moved in the whole job.
+    ``slot_bytes``: weights of one expert of one layer, 0 where none move.
+    """
+
+    run: Int62
+    rank: Annotated[int, Meta(ge=0, lt=65536)]
+    steps: Annotated[int, Meta(ge=0, le=2**31)]
+    step_s: Span
+    lost_s: Total = 0.0
+    transfer_s: Total = 0.0
+    slots: Count = 0
+    slot_bytes: Count = 0
+
+
 class Goodbye(Struct, frozen=True, tag="goodbye", forbid_unknown_fields=True):
     """The rank ends as it should; it sends nothing after this."""
 
@@ -192,7 +215,7 @@ class Snapshot(Struct, frozen=True, tag="snapshot", forbid_unknown_fields=True):
     placement: WirePlacement | None = None
 
 
-Up: TypeAlias = RankStatus | RankWindow | Rows | SnapshotRequest | Goodbye
+Up: TypeAlias = RankStatus | RankWindow | Rows | SnapshotRequest | Goodbye | RankCosts
 Down: TypeAlias = PlacementMessage | Ack | Refusal | Token | RowsRequest | Snapshot
 _Message = TypeVar("_Message")
 

@@ -12,6 +12,7 @@ from evenroute.eplb.analysis.history import Achieved, History, as_json_points
 from evenroute.eplb.loads.balance import Balancedness
 from evenroute.eplb.loads.skew import Floats, skew
 from evenroute.eplb.loads.source import LoadSource
+from evenroute.eplb.loads.total import exact_sum
 
 TOP = 10
 HOT = 2.0  # an expert is hot while its load is at least so many times its layer's mean
@@ -52,12 +53,12 @@ def history_facts(history: History, *, top: int = TOP) -> dict[str, Any]:
     facts = source_facts(source)
     balance = history.balancedness()
     using = history.using
-    routed = float(history.total.sum())
+    routed = exact_sum(history.counted)
     facts |= {
         "num_windows": history.num_windows,
         "num_incomplete_windows": history.num_incomplete,
         "num_windows_without_placement": history.num_unplaced,
-        "routed": int(routed) if routed.is_integer() else routed,
+        "routed": int(routed) if routed % 1 == 0 else routed,
         "tokens": history.tokens if history.tokens is not None else derived_tokens(history),
         "first_step": history.first_step,
         "last_step": history.last_step,
@@ -84,7 +85,7 @@ def derived_tokens(history: History) -> int | None:
     """Tokens of a history whose windows do not state them: a layer's load / top-k; None if top-k is unknown."""
     if not history.source.top_k:
         return None
-    return int(history.total.sum(axis=1).max() // history.source.top_k)
+    return int(max(exact_sum(row) for row in history.counted) // history.source.top_k)
 
 
 def _relative(loads: Floats) -> Floats:
@@ -120,7 +121,7 @@ def hottest_experts(history: History, top: int) -> list[dict[str, Any]]:
             {
                 "layer": history.source.layer_name(layer),
                 "expert": expert,
-                "load": float(history.total[layer, expert]),
+                "load": history.counted[layer, expert].item(),
                 "times_mean": float(relative[layer, expert]),
                 "share_of_layer": float(history.total[layer, expert] / total),
                 "hot_since": hot_since(history, layer, expert),
@@ -143,7 +144,7 @@ def coldest_experts(history: History, top: int) -> list[dict[str, Any]]:
             {
                 "layer": history.source.layer_name(layer),
                 "expert": expert,
-                "load": float(history.total[layer, expert]),
+                "load": history.counted[layer, expert].item(),
                 "times_mean": float(relative[layer, expert]),
             }
         )
@@ -194,16 +195,16 @@ def layer_facts(history: History, layer_name: int, *, top: int = TOP) -> dict[st
     if layer_name not in names:
         raise ValueError(f"{source.path}: no layer {layer_name}, expected {_span(names)}")
     layer = names.index(layer_name)
-    loads = history.total[layer]
+    loads = history.counted[layer]
     order = np.argsort(-loads, kind="stable")
-    total = float(loads.sum())
+    total = exact_sum(loads)
     using = history.using
     experts = [
         {
             "expert": int(expert),
-            "load": float(loads[expert]),
+            "load": loads[expert].item(),
             "share": float(loads[expert] / total) if total else 0.0,
-            "times_mean": float(loads[expert] * len(loads) / total) if total else 0.0,
+            "times_mean": float(loads[expert]) * len(loads) / total if total else 0.0,
             "hot_since": hot_since(history, layer, int(expert)),
             "ranks": [] if using is None else _ranks_of(history, layer, int(expert)),
         }

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from evenroute.eplb.loads.balance import Balancedness, RankLoadMap, balancedness, quick_balancedness
 from evenroute.eplb.loads.skew import Floats
-from evenroute.eplb.loads.source import LoadSource, LoadWindow, PlacementEvent, PlacementMap
+from evenroute.eplb.loads.source import Counts, LoadSource, LoadWindow, PlacementEvent, PlacementMap
+from evenroute.eplb.loads.total import CountTotal
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology, automatic_redundant_experts
 
@@ -90,6 +91,7 @@ class History:
 
     Attributes:
         total: loads ``[L, E]`` float64 over all windows.
+        counted: the same to be shown: int64 and exact where the windows are integers.
         rank_total: ``[L, R]``, each window under the placement that was in use; None without ranks.
         bins: at most `MAX_BINS` sums of neighbouring windows.
         points: at most `MAX_POINTS` values of balancedness over time.
@@ -97,6 +99,7 @@ class History:
 
     source: LoadSource
     total: Floats
+    counted: Counts
     rank_total: Floats | None
     using: Using | None
     num_windows: int = 0
@@ -242,9 +245,11 @@ def read_history(
     Raises:
         ValueError: the source turns out damaged, or holds no window.
     """
+    sums = CountTotal(source.shape)
     history = History(
         source=source,
-        total=np.zeros(source.shape),
+        total=sums.floats,
+        counted=sums.counts,
         rank_total=np.zeros((source.num_layers, using.ep_size)),
         using=using,
     )
@@ -256,7 +261,7 @@ def read_history(
             continue
         if follow_placements:
             timeline.advance(window)
-        history.total += window.counts
+        sums.add(window.counts)
         loads = timeline.map(window.counts)
         assert history.rank_total is not None
         history.rank_total += loads
@@ -273,6 +278,7 @@ def read_history(
         history.num_windows += 1
     if not history.num_windows:
         raise ValueError(f"{source.path}: holds no window of loads")
+    history.counted = sums.counts
     if not tokens_known:
         history.tokens = None
     return history

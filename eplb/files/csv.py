@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import csv
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evenroute.eplb._io import read_input_text
 from evenroute.eplb.files.format import Format, Reading
 from evenroute.eplb.files.layout import plain_source
 from evenroute.eplb.loads.decoding import reading
-from evenroute.eplb.loads.source import LoadSource
+from evenroute.eplb.loads.source import Counts, LoadSource
 
 _LABELS = re.compile(r"(unnamed: \d+|index|layer([ _]?(id|idx|index))?|)", re.IGNORECASE)
 _LONG = {
@@ -54,11 +55,17 @@ def _cells(lines: list[str]) -> list[list[str]]:
     return rows
 
 
-def _number(cell: str) -> float | None:
-    try:
-        return float(cell)
-    except ValueError:
-        return None
+def _number(cell: str) -> int | float | None:
+    for kind in (int, float):  # an integer stays one: a float has no odd one above 2**53
+        with suppress(ValueError):
+            return kind(cell)
+    return None
+
+
+def _array(counts: Any) -> Counts:
+    """int64 if all are integers that fit, else float64."""
+    found = np.array(counts)
+    return found if found.dtype.kind == "i" else found.astype(np.float64)
 
 
 def _long_columns(header: list[str]) -> dict[str, int]:
@@ -72,8 +79,8 @@ def _long_columns(header: list[str]) -> dict[str, int]:
     return places
 
 
-def _long_form(rows: list[list[str]], places: dict[str, int]) -> NDArray[np.float64]:
-    found: dict[tuple[int, int], float] = {}
+def _long_form(rows: list[list[str]], places: dict[str, int]) -> Counts:
+    found: dict[tuple[int, int], int | float] = {}
     for number, row in enumerate(rows, start=1):
         values = {field: _number(row[at]) if at < len(row) else None for field, at in places.items()}
         layer, expert, count = values["layer"], values["expert"], values["count"]
@@ -99,13 +106,13 @@ def _long_form(rows: list[list[str]], places: dict[str, int]) -> NDArray[np.floa
         raise ValueError(
             f"layer {shape[0] - 1} and expert {shape[1] - 1}, expected at most {_MOST_PLACES} places"
         )
-    counts = np.zeros(shape)
-    for place, count in found.items():
-        counts[place] = count
+    values = _array(list(found.values()))
+    counts: Counts = np.zeros(shape, values.dtype)
+    counts[tuple(np.array(list(found)).T)] = values
     return counts
 
 
-def _wide_form(rows: list[list[str]]) -> NDArray[np.float64]:
+def _wide_form(rows: list[list[str]]) -> Counts:
     width = max(len(row) for row in rows)
     header = rows[0] if len(rows) > 1 and _is_header(rows[0]) else None
     body = rows[1:] if header is not None else rows
@@ -122,7 +129,7 @@ def _wide_form(rows: list[list[str]]) -> NDArray[np.float64]:
     lengths = sorted({len(row) for row in counted})
     if len(lengths) != 1 or lengths == [0]:
         raise ValueError(f"expected rows of equally many numbers, found row lengths {lengths[:6]}")
-    loads = np.array(counted, dtype=np.float64)
+    loads = _array(counted)
     if header is None and len(loads) > 2 and np.array_equal(loads[:, 0], np.arange(len(loads))):
         raise ValueError("the first column counts 0, 1, 2, ...: is it an index? Give the columns a header")
     return loads

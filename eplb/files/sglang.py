@@ -34,6 +34,7 @@ from evenroute.eplb.files.format import EngineRows, Format
 from evenroute.eplb.loads.balance import validate_loads
 from evenroute.eplb.loads.decoding import check_counts, check_map, phase_of_name, reading
 from evenroute.eplb.loads.source import Counts, LoadSource, LoadWindow, PlacementMap
+from evenroute.eplb.loads.total import CountTotal
 
 STAT_KEYS = {"rank", "logical_count", "average_utilization_rate_over_window"}
 DETAIL_KEYS = {"records", "last_physical_to_logical_map"}
@@ -163,8 +164,9 @@ def _physical_counts(record: dict[str, Any], num_layers: int, num_slots: int) ->
 def to_logical(physical: NDArray[np.int64], rows: NDArray[np.int32], num_experts: int) -> NDArray[np.int64]:
     """Slot counts ``[L, P]`` summed over replicas: ``[L, E]``."""
     keys = (rows + np.arange(len(rows), dtype=np.int64)[:, None] * num_experts).ravel()
-    sums = np.bincount(keys, weights=physical.ravel().astype(np.float64), minlength=len(rows) * num_experts)
-    return sums.reshape(len(rows), num_experts).astype(np.int64)
+    sums = np.zeros(len(rows) * num_experts, np.int64)
+    np.add.at(sums, keys, physical.ravel())
+    return sums.reshape(len(rows), num_experts)
 
 
 def _from_records(path: Path, data: dict[str, Any], num_logical_experts: int | None) -> LoadSource:
@@ -239,15 +241,13 @@ def read_logical_count(path: str | PathLike[str]) -> NDArray[np.float64]:
 
 def _write_loads(path: Path, source: LoadSource, _: int | None) -> int:
     """``{"logical_count": [[...]]}`` summed over windows, for `--init-expert-location`; all hidden layers."""
-    total, number = np.zeros(source.shape), 0
+    sums, number = CountTotal(source.shape), 0
     for window in source.windows():
-        total += window.counts
+        sums.add(window.counts)
         number += 1
-    rows: Any = (
-        total.astype(np.int64)
-        if total.max(initial=0) < 2**63 and np.array_equal(total, np.rint(total))
-        else total
-    )
+    total: Any = sums.counts
+    whole_numbers = total.max(initial=0) < 2**63 and np.array_equal(total, np.rint(total))
+    rows: Any = total.astype(np.int64) if whole_numbers else total
     if source.layer_ids is not None:
         whole = np.zeros((max(source.layer_ids) + 1, total.shape[1]), dtype=rows.dtype)
         whole[list(source.layer_ids)] = rows

@@ -135,6 +135,10 @@ def _counts(file: SafetensorsFile, name: str, num_experts: int) -> NDArray[np.in
         return np.asarray(check_counts(values[None], name)[0], dtype=np.int64)
 
 
+def _whole(counts: NDArray[Any]) -> NDArray[np.int64]:
+    return np.asarray(counts if counts.dtype.kind == "i" else np.rint(counts), dtype=np.int64)
+
+
 def write_statistics(
     folder: Path, windows: Iterator[LoadWindow], *, layer_ids: tuple[int, ...], top_k: int
 ) -> int:
@@ -145,7 +149,7 @@ def write_statistics(
         num_experts = window.counts.shape[1]
         iteration = window.first_step if window.first_step is not None else number - 1
         for row, layer in enumerate(layer_ids):
-            tensors[f"{iteration}_{layer}"] = np.rint(window.counts[row]).astype(np.int64)
+            tensors[f"{iteration}_{layer}"] = _whole(window.counts[row])
     if not number:
         raise ValueError(f"{folder}: no window to write")
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,5 +4,6 @@ balance    slot and rank loads, balancedness
 skew       how uneven experts are
 source     windows of loads and what is known about them
 decoding   checks and wording that readers share
+total      sums of windows, exact
 whole      parts of a job: refused or joined
 """

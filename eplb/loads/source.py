@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb._io import visible
+from evenroute.eplb._notebook import data_frame, heat_map, page
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 
@@ -154,6 +155,37 @@ class LoadSource:
         return (
             f"<LoadSource {visible(name)}: {self.kind}, {self.num_layers} layers x "
             f"{self.num_logical_experts} experts{windows}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """The first window with load, so that a long file opens at once."""
+        first = next((window.counts for window in self.windows() if window.counts.any()), None)
+        if first is None:
+            return page(repr(self))
+        sums = np.maximum(first.sum(axis=1, keepdims=True), 1e-300)
+        parts = first * self.num_logical_experts / sums
+        names = [self.layer_name(layer) for layer in range(self.num_layers)]
+        title = "first window, load against the layer's mean expert"
+        return page(repr(self), heat_map(parts, title, "layers", "experts", names))
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame, a row for each expert of each window: ``window, time, layer, expert, count``.
+
+        Raises:
+            ImportError: pandas is not installed.
+            ValueError: a window turns out damaged.
+        """
+        windows = list(self.windows())
+        layers = [self.layer_name(layer) for layer in range(self.num_layers)]
+        experts, size = self.num_logical_experts, self.num_layers * self.num_logical_experts
+        times = [np.nan if window.time is None else window.time for window in windows]
+        empty = np.zeros((0, *self.shape), dtype=np.int64)
+        return data_frame(
+            window=np.repeat(np.arange(len(windows)), size),
+            time=np.repeat(np.asarray(times, dtype=np.float64), size),
+            layer=np.tile(np.repeat(layers, experts), len(windows)),
+            expert=np.tile(np.arange(experts), len(windows) * len(layers)),
+            count=np.concatenate([empty, *(window.counts[None] for window in windows)]).ravel(),
         )
 
     @property

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb._checks import as_integer, as_integers, describe, require_instance
+from evenroute.eplb._notebook import heat_map, page, slot_frame
 from evenroute.eplb.placement.shares import SHARE_TOTAL as SHARE_TOTAL
 from evenroute.eplb.placement.shares import count_replicas, even_shares, uneven_or_none
 from evenroute.eplb.placement.topology import MAX_LOGICAL_EXPERTS, Topology, check_num_slots
@@ -161,6 +162,15 @@ class Placement:
             f"<Placement {layers} layers, {self.num_logical_experts} experts in {slots} slots on "
             f"{self.topology.ep_size} ranks, {shares} shares>"
         )
+
+    def _repr_html_(self) -> str:
+        replicas = count_replicas(self.physical_to_logical, self.num_logical_experts)
+        return page(repr(self), heat_map(replicas.astype(np.float64), "replicas", "layers", "experts"))
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame by slot: ``layer, rank, slot, expert, share`` (of 1); ImportError without pandas."""
+        shares = even_shares(self.physical_to_logical) if self.shares is None else self.shares
+        return slot_frame(self.physical_to_logical, shares / SHARE_TOTAL, self.num_local_slots)
 
     @classmethod
     def initial(

@@ -2,7 +2,7 @@
 
 plan       plan_placement: checks, combines windows, makes, tells; the table of policies
 policy     RebalancePolicy: stay, shares, a few moves or a full plan, and why
-cost       what a move costs and what balance saves, in time
+cost       what a move costs and what balance saves, in time; price/: by the ranks' reports
 joint      one placement for several windows at once
 full       a placement from nothing; counts: how many replicas
 moves      from the placement in use: shares and a few moves

@@ -14,7 +14,7 @@ class TimeCosts:
     """Time that moving a slot takes, and time that imbalance takes.
 
     The defaults are one fp8 expert of DeepSeek-V3 (3 x 7168 x 2048 bytes) over half of a 400 Gbit/s link, and a step
-    of which half is the experts' time; ``source`` says where the figures come from, and reasons name it.
+    of which half is the experts' time; the two sources say where the figures come from, and reasons name them.
 
     Attributes:
         bytes_per_slot: weights of one expert of one layer.
@@ -22,7 +22,8 @@ class TimeCosts:
         slowdown: part of that time that serving loses; 1: as if it stood still.
         step_seconds: one step at perfect balance.
         load_fraction: part of a step that grows with the hottest rank's load (in mean rank loads).
-        source: default, given or measured.
+        source: default, given or measured: of what moving costs.
+        step_source: the same of ``step_seconds`` and ``load_fraction``.
     """
 
     bytes_per_slot: float = 44.0e6
@@ -31,6 +32,7 @@ class TimeCosts:
     step_seconds: float = 0.05
     load_fraction: float = 0.5
     source: str = "default"
+    step_source: str = "default"
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_slot", "seconds_per_slot", "step_seconds", "load_fraction"):
@@ -41,20 +43,29 @@ class TimeCosts:
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value <= 1:
                 raise ValueError(f"{name}={describe(value)}, expected a number in [0, 1]")
-        require_one_of("source", self.source, SOURCES)
+        for name in ("source", "step_source"):
+            require_one_of(name, getattr(self, name), SOURCES)
 
     def moving(self, num_moves: int, num_ranks: int) -> float:
         """Seconds of the whole job that fetching so many slots costs."""
         return num_moves * self.seconds_per_slot * self.slowdown / num_ranks
 
+    def step(self, balancedness: float) -> float:
+        """Length of a step at this total balancedness (mean / hottest), in steps at perfect balance."""
+        return 1.0 - self.load_fraction + self.load_fraction / max(balancedness, 1e-9)
+
     def saved(self, seconds: float, before: float, after: float) -> float:
-        """Seconds saved out of ``seconds`` when total balancedness (mean / hottest) goes from before to after."""
-
-        def step(balancedness: float) -> float:
-            return 1.0 - self.load_fraction + self.load_fraction / max(balancedness, 1e-9)
-
-        return seconds * (1.0 - step(after) / step(before))
+        """Seconds saved out of ``seconds`` when total balancedness goes from before to after."""
+        return seconds * (1.0 - self.step(after) / self.step(before))
 
     def price_per_slot(self, seconds: float, num_layers: int, num_ranks: int) -> float:
         """Balancedness of one layer that one moved slot must bring to save in ``seconds`` what it costs."""
         return self.moving(1, num_ranks) * num_layers / (seconds * self.load_fraction)
+
+    def told(self) -> str:
+        """The figures and where they come from, in one line."""
+        lost = 1e3 * self.seconds_per_slot * self.slowdown
+        return (
+            f"a slot costs its rank {lost:.3g} ms ({self.source}); {self.load_fraction:.0%} of a step of "
+            f"{1e3 * self.step_seconds:.3g} ms follow the hottest rank ({self.step_source})"
+        )

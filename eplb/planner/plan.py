@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenroute.eplb._checks import as_integer, describe, is_number, require_instance, require_one_of
+from evenroute.eplb._notebook import data_frame, plan_page
 from evenroute.eplb.loads.balance import Balancedness, placement_balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology, check_plan_numbers
@@ -19,7 +21,12 @@ from evenroute.eplb.planner.full import check_hierarchical, full_placement, node
 from evenroute.eplb.planner.history.expected import Expected
 from evenroute.eplb.planner.history.memory import WindowMemory
 from evenroute.eplb.planner.history.robust import plan_windows
-from evenroute.eplb.planner.history.windows import COMBINATIONS, sampling_loss, validate_windows
+from evenroute.eplb.planner.history.windows import (
+    COMBINATIONS,
+    counting_noise,
+    noise_notice,
+    validate_windows,
+)
 from evenroute.eplb.planner.joint import full_joint_placement, joint_placement
 from evenroute.eplb.planner.layers import check_num_threads
 from evenroute.eplb.planner.locality import crossing_fraction, localize, validate_source_loads
@@ -31,7 +38,6 @@ POLICIES = ("global", "hierarchical", "incremental", "weighted", "joint", "share
 WINDOW_CHOICES = (*COMBINATIONS, "auto")
 DEFAULT_MOVE_FRACTION = 0.02  # slots that `auto` may move from the placement in use
 MOST_JOINT_WINDOWS = 16
-NOISE_LIMIT = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +67,15 @@ class Plan:
         )
         moves = int(self.moves.sum())
         return f"<Plan {self.policy} {before} -> {after}, {moves} slot move{'' if moves == 1 else 's'}>"
+
+    def _repr_html_(self) -> str:
+        return plan_page(repr(self), self.reason, self.before.per_layer, self.predicted.per_layer)
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame by layer: ``before, predicted`` (NaN without load), ``moves``; ImportError without it."""
+        known = np.where(self.before.has_load, 1.0, np.nan)
+        before, predicted = self.before.per_layer * known, self.predicted.per_layer * known
+        return data_frame("layer", before=before, predicted=predicted, moves=self.moves)
 
 
 def figure(value: float | None) -> str:
@@ -139,7 +154,7 @@ def _auto(loads: NDArray[np.float64], request: _Request) -> tuple[Placement, str
             request.limits.max_moves_per_rank,
         )
         request = _Request(**{**vars(request), "limits": limits})
-    noise = _noise(loads, current.topology, current.num_slots)
+    noise = counting_noise(loads, current.topology, current.num_slots)
     candidates = []
     for policy in policies:
         made = _make(loads, policy, request)
@@ -316,30 +331,6 @@ def plan_placement(
         notices.append(_hierarchy_notice(planned_for, placement, request))
     if won != "stay":
         notices += _target_notice(target, predicted)
-    notices += _noise_notice(array, how, topology, num_slots)
+    notices += noise_notice(array, how, topology, num_slots)
     logger.info("%s%s", reason, "".join(f"; {notice}" for notice in notices))
     return Plan(placement, won, reason, before, predicted, moves, tuple(notices))
-
-
-def _noise(counted: NDArray[np.float64], topology: Topology, num_slots: int) -> float:
-    """Balancedness that a plan from these loads loses to sampling; 0 unless they are counts (whole numbers)."""
-    if not counted.any() or counted.max() > 2.0**53 or (counted != np.rint(counted)).any():
-        return 0.0
-    busy = counted[counted.any(axis=1)]
-    return float(sampling_loss(busy, topology, num_slots).mean())
-
-
-def _noise_notice(windows: NDArray[np.float64], how: str, topology: Topology, num_slots: int) -> list[str]:
-    """A line if these counts are too few to plan from."""
-    if windows.size == 0 or windows.max() > 2.0**53:
-        return []
-    counted = windows[-1] if how == "last" else windows.sum(axis=0)
-    loss = _noise(counted, topology, num_slots)
-    if loss <= NOISE_LIMIT:
-        return []
-    per_layer = float(counted[counted.any(axis=1)].sum(axis=1).mean())
-    needed = per_layer * (loss / NOISE_LIMIT) ** 2
-    return [
-        f"too few tokens: {per_layer:.4g} counted assignments a layer lose about {loss:.3f} of balancedness "
-        f"to sampling noise; {needed:.4g} are needed for {NOISE_LIMIT}"
-    ]

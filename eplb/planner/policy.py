@@ -96,20 +96,22 @@ class Question:
         max_moves: slots that may move now.
         noise: balancedness that sampling noise costs a plan from these windows.
         full: plan from scratch.
+        costs: what moves and imbalance cost in time.
     """
 
     expected: Expected
     max_moves: int
     noise: float
     full: bool
+    costs: TimeCosts
 
 
 class RebalancePolicy:
     """Decides window by window. Deterministic: the same windows and placements give the same decisions.
 
     Its state is a bounded memory of windows (`WindowMemory`), what is left of the move budget, and whether a full plan
-    is wanted; `remember` rebuilds it from past windows. ``decide`` is ``observe``, then ``answer`` (which has no state
-    and may run in another process), then ``settle``.
+    is wanted; `remember` rebuilds it from past windows. ``costs`` are the settings' until measured ones are
+    set. ``decide`` is ``observe``, then ``answer`` (no state: it may run in another process), then ``settle``.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class RebalancePolicy:
         self.settings = PolicySettings() if settings is None else settings
         require_instance("settings", self.settings, PolicySettings)
         self.num_threads = num_threads
+        self.costs = self.settings.costs
         self.memory = WindowMemory(self.settings.max_kinds)
         self._credit: float = self.settings.move_burst
         self._full_wanted = True
@@ -176,7 +179,7 @@ class RebalancePolicy:
         slots = placement.physical_to_logical.size
         max_moves = int(self._credit * self.settings.max_move_fraction * slots)
         noise = _noise(windows, weights, self.topology, self.num_slots)
-        return Question(Expected(windows, weights), max_moves, noise, self._full_wanted)
+        return Question(Expected(windows, weights), max_moves, noise, self._full_wanted, self.costs)
 
     def settle(self, decision: Decision) -> None:
         """Take a decision's moves off the budget, which then grows by a window's part."""
@@ -226,19 +229,19 @@ def answer(
         )
     )
     shares = _plan("shares", shared, placement, before, expected)
-    wanted = settings.noise_band * question.noise
+    wanted, moves = settings.noise_band * question.noise, "no move is due"
     if question.max_moves > 0 and (shares.predicted.mean or 1.0) + wanted < settings.target:
         moved = _moves(question, placement, before, settings, num_threads)
-        decision = _worth(moved, shares, wanted, settings)
-        if decision is not None:
-            return decision
+        pays, moves = _worth(moved, shares, wanted, question.costs, settings.life_seconds)
+        if pays:
+            return Decision("moves", moves, _with_reason(moved, moves))
     gain = (shares.predicted.mean or 0.0) - (before.mean or 0.0)
     if gain >= settings.share_mean_gain and gain > 0:
         reason = f"shares: {_rise(before, shares.predicted)}, nothing moves"
         return Decision("shares", reason, _with_reason(shares, reason))
     reason = (
         f"stay: expected balancedness {_text(before.mean)}; shares gain {gain:.4f} (needed "
-        f"{settings.share_mean_gain}), moves less than {wanted:.4f} or than they cost"
+        f"{settings.share_mean_gain}); {moves}"
     )
     return Decision("stay", reason, None)
 
@@ -251,7 +254,7 @@ def _moves(
     num_threads: int | None,
 ) -> Plan:
     busy = int(before.has_load.sum())
-    price = settings.costs.price_per_slot(settings.life_seconds, busy, placement.topology.ep_size)
+    price = question.costs.price_per_slot(settings.life_seconds, busy, placement.topology.ep_size)
     made = joint_placement(
         question.expected,
         placement,
@@ -264,22 +267,26 @@ def _moves(
     return _plan("joint", made, placement, before, question.expected)
 
 
-def _worth(moved: Plan, shares: Plan, wanted: float, settings: PolicySettings) -> Decision | None:
-    """The decision to move, if that gains enough beyond shares alone and more time than it costs."""
+def _worth(
+    moved: Plan, shares: Plan, wanted: float, costs: TimeCosts, life_seconds: float
+) -> tuple[bool, str]:
+    """Whether moves gain enough beyond shares alone, and more time than they cost; and why, in one line."""
     count = int(moved.moves.sum())
     with_moves, with_shares = moved.predicted.mean or 0.0, shares.predicted.mean or 0.0
-    cost = settings.costs.moving(count, moved.placement.topology.ep_size)
-    saved = settings.costs.saved(
-        settings.life_seconds, shares.predicted.total or 1.0, moved.predicted.total or 1.0
-    )
-    if not count or with_moves - with_shares < wanted or saved <= cost:
-        return None
-    reason = (
+    if not count or with_moves - with_shares < wanted:
+        return False, f"moves gain less than {wanted:.4f}, or than their price"
+    cost = costs.moving(count, moved.placement.topology.ep_size)
+    saved = costs.saved(life_seconds, shares.predicted.total or 1.0, moved.predicted.total or 1.0)
+    whose = f"{costs.source} figures"
+    if costs.source != costs.step_source:
+        whose = f"cost {costs.source}, gain by {costs.step_source} figures"
+    priced = f"cost {cost:.3g} s and save {saved:.3g} s in {life_seconds:g} s ({whose})"
+    if saved <= cost:
+        return False, f"{count} moves would {priced}"
+    return True, (
         f"moves: {count} slots raise expected balancedness {_text(moved.before.mean)} -> {with_moves:.4f} "
-        f"(shares alone {with_shares:.4f}); they cost {cost:.3g} s and save {saved:.3g} s in "
-        f"{settings.life_seconds:g} s ({settings.costs.source} figures)"
+        f"(shares alone {with_shares:.4f}); they {priced}"
     )
-    return Decision("moves", reason, _with_reason(moved, reason))
 
 
 def _plan(

@@ -95,11 +95,12 @@ def test_an_engine_of_ones_own_with_a_rebalancer_beside_it(
 
 
 @pytest.mark.slow
-def test_transformers_model_answers_as_before_while_experts_move(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["qwen3", "deepseek"])
+def test_transformers_model_answers_as_before_while_experts_move(tmp_path: Path, model: str) -> None:
     pytest.importorskip("transformers", "5.0", reason="transformers 5 is not installed (extra: examples)")
     compile_planner()
     with RebalancerProcess(tmp_path, flags=["--interval", "2w", "--policy", "global"]) as rebalancer:
-        lines = said_by_ranks(run_example("transformers_moe.py", rebalancer.bind))
+        lines = said_by_ranks(run_example("transformers_moe.py", model, rebalancer.bind))
     found = [
         re.search(r"(\d+) bytes of experts received, answers differ by ([\d.e+-]+)$", line) for line in lines
     ]
@@ -110,6 +111,35 @@ def test_transformers_model_answers_as_before_while_experts_move(tmp_path: Path)
         assert float(match[2]) < 1e-4
 
 
+def test_the_training_loop_learns_and_balances_by_its_counts() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "training_loop.py")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=child_environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    found = re.findall(r"loss ([\d.]+), gradient at the gate ([\d.]+), balance ([\d.]+)", done.stdout)
+    losses, gradients, balance = ([float(line[column]) for line in found] for column in range(3))
+    assert losses[-1] < losses[0] / 5
+    assert min(gradients) > 0
+    assert balance[-1] > balance[0]
+
+
+@pytest.mark.slow
+def test_the_serving_loop_switches_while_ranks_fall_idle(tmp_path: Path) -> None:
+    compile_planner()
+    with RebalancerProcess(tmp_path, flags=["--interval", "2w", "--policy", "global"]) as rebalancer:
+        lines = said_by_ranks(run_example("serving_loop.py", rebalancer.bind))
+    assert len(lines) == 2
+    for line in lines:
+        match = re.search(r"(\d+) requests served, (\d+) of \d+ steps idle, (\d+) bytes", line)
+        assert match is not None, line
+        assert min(int(number) for number in match.groups()) > 0, line
+
+
 def test_minimal_engine_is_as_short_as_it_says() -> None:
     """Twenty lines of its own use of evenroute: statements, without imports and the stand-in for the experts."""
     tree = ast.parse((EXAMPLES / "minimal_engine.py").read_text())
@@ -118,7 +148,7 @@ def test_minimal_engine_is_as_short_as_it_says() -> None:
         if isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "name", "") == "experts":
             continue
         statements += sum(isinstance(child, ast.stmt) for child in ast.walk(node))
-    assert statements <= 24
+    assert statements <= 26
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

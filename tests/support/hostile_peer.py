@@ -19,6 +19,7 @@ from evenroute.dist.wire.messages import (
     Goodbye,
     JobShape,
     MessageError,
+    RankCosts,
     RankStatus,
     RankWindow,
     Rows,
@@ -74,6 +75,7 @@ class HostilePeer:
             self._fence_close_by,
             self._windows_of_impossible_steps,
             self._windows_for_others,
+            self._costs_for_another,
             self._half_open_requests,
             self._names_with_escapes,
             self._status_for_another,
@@ -156,6 +158,12 @@ class HostilePeer:
 
     def _goodbye_for_another(self) -> None:
         self._send(Goodbye(self._run, self._rank()))
+
+    def _costs_for_another(self) -> None:
+        costs = RankCosts(self._run, self._rank(), 2**31, 3600.0, 1e9, 1e9, 2**40, 2**40)
+        self._send(costs)
+        for wrong in (float("nan"), float("inf"), -1.0, 1e300):
+            self._send(costs, step_s=wrong)
 
     def _rows_for_another(self) -> None:
         job = self._job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +32,10 @@ class Mutant:
     line: int
     change: str
     source: str  # the line, without its indent
+    nth: int = 0  # of the faults of the file that read the same
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.change}: {self.source}"
+        return f"{self.path}: {self.change}: {self.source}" + (f" ({self.nth + 1})" if self.nth else "")
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -136,8 +138,12 @@ def mutants_of(path: str) -> list[Mutant]:
     """Every fault that can be planted in a file, in the order of its tree."""
     text = (ROOT / path).read_text()
     lines = text.splitlines()
-    found = enumerate(_faults(ast.parse(text)))
-    return [Mutant(path, index, line, what, lines[line - 1].strip()) for index, (line, what, _) in found]
+    found, same = [], Counter[tuple[str, str]]()
+    for index, (line, change, _) in enumerate(_faults(ast.parse(text))):
+        source = lines[line - 1].strip()
+        found.append(Mutant(path, index, line, change, source, same[source, change]))
+        same[source, change] += 1
+    return found
 
 
 def mutated(mutant: Mutant) -> ast.Module:

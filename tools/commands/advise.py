@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from evenroute.eplb.loads.source import LoadSource
     from evenroute.tools.inputs import ExpertSize
 
-Loads = Annotated[list[Path], typer.Argument(metavar="LOADS...", help="Stores, dumps, folders or files.")]
+Loads = Annotated[
+    list[Path], typer.Argument(metavar="LOADS...", help="Stores, dumps, folders or files, or -.")
+]
 EpSize = Annotated[int | None, typer.Option(min=1, help="Ranks; by default as recorded, else assumed.")]
 NumNodes = Annotated[int, typer.Option(min=1, help="Nodes that hold the ranks.")]
 Redundant = Annotated[

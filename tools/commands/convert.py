@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from evenroute.tools.errors import check_output
-from evenroute.tools.options import Layout, NumExperts
+from evenroute.tools.options import AsJson, Layout, NumExperts
 from evenroute.tools.report.words import visible
 
 if TYPE_CHECKING:
     from evenroute.eplb.loads.source import LoadSource, PlacementMap
 
-In = Annotated[Path, typer.Argument(metavar="IN", help="Any file or folder that `evenroute inspect` reads.")]
+In = Annotated[
+    Path, typer.Argument(metavar="IN", help="Any file or folder that `evenroute inspect` reads, or -.")
+]
 Out = Annotated[
     Path, typer.Argument(metavar="OUT", help="File to write (a folder for TensorRT-LLM statistics).")
 ]
@@ -53,6 +56,7 @@ def convert(
     num_experts: NumExperts = None,
     layout: Layout = None,
     unfinished: Unfinished = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write IN in the form that an engine reads; OUT is replaced as a whole or not at all."""
     from evenroute.eplb.files.write import TARGETS, ModelLayers, write_loads, write_placement
@@ -74,7 +78,8 @@ def convert(
         if not found.has_loads:
             raise ValueError(f"{source}: {found.kind} holds no loads")
         number = write_loads(target, found, to, top_k=top_k)
-        typer.echo(f"{visible(str(target))}: {number} window{'' if number == 1 else 's'} of loads for {to}")
+        line = f"{number} window{'' if number == 1 else 's'} of loads for {to}"
+        _report(as_json, line, output=str(target), form=to, holds="loads", windows=number)
         return
     if known is None:
         raise ValueError(f"{source}: {found.kind} holds no placement")
@@ -89,21 +94,23 @@ def convert(
         drop_shares=drop_shares,
         key=key,
     )
-    slots = known.physical_to_logical.shape[1]
-    typer.echo(
-        f"{visible(str(target))}: placement of {known.num_logical_experts} experts in {slots} slots for {to}"
-    )
+    layers, slots = known.physical_to_logical.shape
+    experts = known.num_logical_experts
+    line = f"placement of {experts} experts in {slots} slots for {to}"
+    shape = {"num_layers": layers, "num_experts": experts, "num_slots": slots}
+    _report(as_json, line, output=str(target), form=to, holds="placement", **shape)
+
+
+def _report(as_json: bool, line: str, **facts: str | int) -> None:
+    typer.echo(json.dumps(facts) if as_json else f"{visible(str(facts['output']))}: {line}")
 
 
 def _open(
     path: Path, key: str | None, num_experts: int | None, layout: str | None, *, unfinished: bool
 ) -> LoadSource:
-    from evenroute.eplb.files.open import open_sources
-    from evenroute.tools.inputs import read_pt, tell_unfinished
+    from evenroute.tools.inputs import open_sources, tell_unfinished
 
-    opened = open_sources(
-        [path], read_pt=read_pt, num_logical_experts=num_experts, layout=layout, unfinished=unfinished
-    )
+    opened = open_sources([path], num_experts, layout, unfinished=unfinished)
     if lines := opened.errors or ([] if opened.sources else opened.unfinished):
         raise ValueError(lines[0])
     for line in opened.unfinished:

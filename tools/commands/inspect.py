@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from evenroute.eplb.analysis.history import History
 
 
-Paths = Annotated[list[Path], typer.Argument(metavar="PATH...", help="Store, dump, folder or foreign file.")]
+Paths = Annotated[
+    list[Path], typer.Argument(metavar="PATH...", help="Store, dump, folder, foreign file, or - (stdin).")
+]
 Layer = Annotated[int | None, typer.Option(help="Detail of one layer, by the model's index.")]
 Diff = Annotated[bool, typer.Option("--diff", help="What changed from the first to the second.")]
 Windows = Annotated[
@@ -102,16 +104,9 @@ def window_range(text: str) -> tuple[int, int | None]:
 
 def run(paths: list[Path], settings: Settings) -> int:
     """Read, show, and give the exit status: 2 when something could not be read."""
-    from evenroute.eplb.files.open import open_sources
-    from evenroute.tools.inputs import read_pt, tell_unfinished
+    from evenroute.tools.inputs import open_sources, tell_unfinished
 
-    opened = open_sources(
-        paths,
-        read_pt=read_pt,
-        num_logical_experts=settings.num_experts,
-        layout=settings.layout,
-        unfinished=settings.unfinished,
-    )
+    opened = open_sources(paths, settings.num_experts, settings.layout, unfinished=settings.unfinished)
     if not opened.sources and (lines := opened.errors or opened.unfinished):
         raise ValueError(lines[0] + _more(len(lines) - 1))
     override = placement_override(settings)

@@ -49,7 +49,7 @@ def _read_windows(sources: Sequence[LoadSource]) -> tuple[NDArray[np.float64], i
 
 def plan(
     loads: Annotated[
-        list[Path], typer.Argument(help="Loads: a store, dumps or other engines' files, oldest first.")
+        list[Path], typer.Argument(help="A store, dumps or other engines' files, oldest first, or -.")
     ],
     ep_size: Annotated[int, typer.Option(help="EP ranks.")],
     num_slots: Annotated[int, typer.Option(help="Physical experts over all ranks.")],

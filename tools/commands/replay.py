@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from evenroute.tools.inputs import ExpertSize
 
 Loads = Annotated[
-    list[Path], typer.Argument(metavar="LOADS...", help="Stores, dumps, folders or files, in order.")
+    list[Path], typer.Argument(metavar="LOADS...", help="Stores, dumps, folders or files, in order, or -.")
 ]
 Interval = Annotated[str, typer.Option(help="Windows between plans; a list N,N,... compares.")]
 Policy = Annotated[str, typer.Option(help="Policies; a list compares (`none`: never move).")]

@@ -86,6 +86,8 @@ def status_lines(status: RebalancerStatus) -> list[str]:
         f"balance    {_share(status.balancedness_total)} in the last interval, newest plan predicts "
         f"{_share(status.balancedness_predicted)}",
         *([f"decision   {one_line(status.last_reason)}"] if status.last_reason else []),
+        f"costs      {one_line(status.costs)}",
+        f"worth      {one_line(status.worth) or 'not known before steps were measured'}",
         f"windows    {count.get('windows_stored', 0)} stored, {count.get('windows_duplicate', 0)} duplicate, "
         f"{count.get('windows_missing', 0)} missing, {count.get('windows_rejected', 0)} rejected",
         f"recording  {recording_text(status)}",

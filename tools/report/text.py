@@ -23,7 +23,11 @@ def number(value: float | None) -> str:
 
 def count(value: float | None) -> str:
     """A count with thin separators; "not known" for None."""
-    return "not known" if value is None else f"{value:,.0f}"
+    if value is None:
+        return "not known"
+    return (
+        f"{value:,}" if isinstance(value, int) else f"{value:,.0f}"
+    )  # float64 has no odd integer above 2**53
 
 
 def clock(seconds: float | None) -> str:

@@ -66,7 +66,7 @@ class Screen:
         if status is None:
             return Text(self.unreachable or "waiting for the first answer", style="yellow")
         parts: list[RenderableType] = [self._head(status), Text(), self._figures(status, width), Text()]
-        used = 15 + len(status.degraded) + DECISIONS + bool(status.last_reason)
+        used = 15 + len(status.degraded) + DECISIONS + bool(status.last_reason) + bool(status.worth)
         parts += [
             layer_strip(status, width),
             Text(),
@@ -116,6 +116,8 @@ class Screen:
         grid.add_row("plans", plan)
         if status.last_reason:
             grid.add_row("decision", one_line(status.last_reason))
+        if status.worth:
+            grid.add_row("worth", one_line(status.worth))
         grid.add_row(
             "windows",
             f"{status.counters.get('windows_stored', 0):,} stored ({self._rates.get('windows_stored', 0.0):.1f}/s), "

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.table import Table
 
+from evenroute.dist.client import query_status
 from evenroute.eplb.loads.balance import Balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.tools.stress.options import StressOptions
@@ -91,6 +92,19 @@ def headline(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def worth_of_rebalancing(address: str) -> dict[str, Any]:
+    """What the rebalancer says that it saved and cost this run; nothing where it does not answer or has no figures."""
+    try:
+        status = query_status(address, timeout_s=5.0)
+    except (OSError, ValueError, RuntimeError):
+        return {}
+    return {
+        "saved_gpu_seconds": status.saved_gpu_seconds,
+        "cost_gpu_seconds": status.cost_gpu_seconds,
+        "said": status.worth,
+    }
+
+
 def write_report(path: Path, report: dict[str, Any]) -> None:
     """Writes `report` beside `path` and renames it into place."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -151,6 +165,9 @@ def _summary_table(report: dict[str, Any]) -> Table:
     rows += _cost_rows(cost)
     for name, value in rows:
         table.add_row(name, value)
+    said = report.get("worth", {}).get("said")
+    if said:
+        table.caption, table.caption_justify = said, "left"
     return table
 
 

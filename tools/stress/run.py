@@ -37,6 +37,7 @@ from evenroute.tools.stress.report import (
     key_label,
     print_report,
     segment_rows,
+    worth_of_rebalancing,
     write_report,
 )
 
@@ -324,6 +325,8 @@ def run_rank(options: StressOptions) -> int:
         if rank.moe is not None:
             rank.moe.close()
         report = rank.report(own)
+        if rank.rank == 0 and address:
+            report["worth"] = worth_of_rebalancing(address)
     finally:
         if own is not None:
             own.close()

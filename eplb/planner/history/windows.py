@@ -13,6 +13,7 @@ from evenroute.eplb.placement.topology import Topology
 
 COMBINATIONS = ("mean", "last", "ewma", "robust")
 EWMA_WEIGHT = 0.5
+NOISE_LIMIT = 0.01  # balancedness that a plan may lose to sampling without a word
 
 
 def validate_windows(windows: ArrayLike) -> NDArray[np.float64]:
@@ -82,3 +83,27 @@ def sampling_loss(loads: NDArray[np.float64], topology: Topology, num_slots: int
     error = largest * ranks * np.sqrt(variance)
     counted = loads.sum(axis=1)
     return np.where(counted > 0, error / np.sqrt(np.where(counted > 0, counted, 1.0)), 0.0)
+
+
+def counting_noise(counted: NDArray[np.float64], topology: Topology, num_slots: int) -> float:
+    """Balancedness that a plan from these loads loses to sampling; 0 unless they are counts (whole numbers)."""
+    if not counted.any() or counted.max() > 2.0**53 or (counted != np.rint(counted)).any():
+        return 0.0
+    busy = counted[counted.any(axis=1)]
+    return float(sampling_loss(busy, topology, num_slots).mean())
+
+
+def noise_notice(windows: NDArray[np.float64], how: str, topology: Topology, num_slots: int) -> list[str]:
+    """A line if these counts are too few to plan from."""
+    if windows.size == 0 or windows.max() > 2.0**53:
+        return []
+    counted = windows[-1] if how == "last" else windows.sum(axis=0)
+    loss = counting_noise(counted, topology, num_slots)
+    if loss <= NOISE_LIMIT:
+        return []
+    per_layer = float(counted[counted.any(axis=1)].sum(axis=1).mean())
+    needed = per_layer * (loss / NOISE_LIMIT) ** 2
+    return [
+        f"too few tokens: {per_layer:.4g} counted assignments a layer lose about {loss:.3f} of balancedness "
+        f"to sampling noise; {needed:.4g} are needed for {NOISE_LIMIT}"
+    ]

@@ -62,7 +62,9 @@ def test_a_log_line_is_one_line_whatever_it_quotes(capsys: pytest.CaptureFixture
 def test_a_strangers_windows_are_not_measured_against_those_of_the_ranks() -> None:
     loop = running()
     log = LimitedLog(logging.getLogger("evenroute"))
-    traffic = RankTraffic(loop.core, None, JobGate(loop.core, log), Counter(), log, 1 << 20)  # type: ignore[arg-type]
+    traffic = RankTraffic(  # type: ignore[arg-type]
+        loop.core, None, JobGate(loop.core, log), Counter(), log, 1 << 20, lambda costs: None
+    )
 
     def take(peer: int | str, seq: int, last: int) -> int:
         frame = encode(window_of(seq, first=0, last=last))

@@ -12,7 +12,7 @@ import pytest
 from evenroute.dist.config import PlannerSettings
 from evenroute.dist.rebalancer.decisions import REMEMBERED, LivePolicy, policy_settings
 from evenroute.dist.rebalancer.planner import decide_request
-from evenroute.dist.rebalancer.planner_child import decide
+from evenroute.dist.rebalancer.planner_child import _warm_up, decide
 from evenroute.dist.wire.messages import JobShape
 from evenroute.dist.wire.placement import unpack_placement
 from evenroute.eplb.analysis.replay import Replay, ReplaySettings
@@ -20,7 +20,7 @@ from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.policy import RebalancePolicy
 from evenroute.eplb.store.writer import HistoryStore, StoreReader
-from support.control_plane import RebalancerProcess
+from support.control_plane import RebalancerProcess, wait_for
 from support.job import Job
 
 L, E, P, R = 3, 16, 20, 4
@@ -133,13 +133,14 @@ def test_max_moves_and_min_gain_hold(store):
 
 @pytest.mark.slow
 def test_replay_and_the_daemon_decide_alike_on_a_real_run(tmp_path):
+    _warm_up("")  # into the cache on disk, which the planner's process reads
     agent = {"top_k": 1, "window_steps": 10, "agree_every": 2, "heartbeat_s": 0.3, "resend_s": 0.3}
-    with RebalancerProcess(tmp_path, flags=["--interval", "2w"]) as rebalancer:
+    with RebalancerProcess(tmp_path, flags=["--interval", "4w"]) as rebalancer:
         agent["rebalancer"] = rebalancer.bind
-        with Job(tmp_path / "job", 2, agent=agent, steps=600, step_s=0.02) as job:
-            assert job.wait(280) == [0, 0], job.logs()
+        with Job(tmp_path / "job", 2, agent=agent, endless=True, step_s=0.05) as job:
+            wait_for(lambda: rebalancer.status().plans_succeeded >= 6, 300.0, "6 plans")
+            assert job.finish(280) == [0, 0], job.logs()
         status = rebalancer.status()
-    assert status.plans_succeeded >= 5
     assert status.last_reason
     with StoreReader(rebalancer.store) as reader:
         rows = list(reader.placements())
@@ -164,6 +165,8 @@ def test_replay_and_the_daemon_decide_alike_on_a_real_run(tmp_path):
         in_use.append(replay.result.placement.digest())  # as the window before has left it
     replay.feed(counts_of(decoded[-1]))
     in_use = [*in_use[1:], replay.result.placement.digest()]
+    # A job whose first question was not answered in time began without a rebalancer, which took up what it found.
+    rows = [row for row in rows if row.policy != "taken-up"]
     published = [row.placement.digest() for row in rows]
     changes = [
         after for before, after in zip([start.digest(), *in_use], in_use, strict=False) if after != before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,7 +15,7 @@ from evenroute.dist.wire.control import Done, PlansOrder, Refused, StatusRequest
 from evenroute.dist.wire.messages import Goodbye, Rows, SnapshotRequest, encode
 from evenroute.dist.wire.placement import pack_placement
 from evenroute.tools.commands.status import status_lines
-from support.fake_daemon import JOB, RUN, START, ask, bring_up, deliver, make_daemon, status
+from support.fake_daemon import JOB, RUN, START, ask, bring_up, deliver, make_daemon, status, window
 
 
 @pytest.fixture
@@ -57,6 +58,24 @@ def test_a_rank_that_dies_without_a_word_is_still_missed(daemon):
     found = daemon._build_status(time.monotonic() + 3600.0)
     assert found.state == "serving"
     assert found.degraded == ["not heard for 10 s: rank 1"]
+
+
+def test_a_flagged_last_window_is_told_for_a_minute_and_not_of_a_rank_that_has_ended(daemon):
+    bring_up(daemon)
+    for rank in (0, 1):
+        deliver(daemon, encode(msgspec.structs.replace(window(rank, 2), tokens=0)), peer=bytes([rank]))
+    now = 2.0  # `deliver` turns at 1.0
+    told = daemon._build_status(now).degraded
+    assert [text.partition(":")[0] for text in told] == ["rank 0", "rank 1"]
+    assert "counts more" in told[0]
+    deliver(daemon, encode(Goodbye(RUN, 0)), peer=b"\0")
+    assert [text.partition(":")[0] for text in daemon._build_status(now).degraded] == ["rank 1"]
+    deliver(daemon, encode(status(daemon, 1)), peer=b"\1")
+    later = daemon._build_status(now + 61.0).degraded  # rank 1 lives and sends no more windows
+    assert [text for text in later if "window" in text] == []
+    deliver(daemon, encode(Goodbye(RUN, 1)), peer=b"\1")
+    found = daemon._build_status(now)
+    assert (found.state, found.degraded, found.healthy) == ("finished", [], True)
 
 
 def test_nobody_ends_another_rank_or_another_run(daemon):

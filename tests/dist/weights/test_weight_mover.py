@@ -180,6 +180,25 @@ def _only_shares(ranks: Ranks, case: Case) -> tuple[list[list[int]], int]:
     return run_until_idle(world), world.mover.bytes_received - before
 
 
+def _totals(ranks: Ranks, case: Case, placement: Placement) -> tuple[int, int, Any]:
+    world = build_world(ranks, case)
+    moved = int(world.driver.live_placement().moved_slots(placement).sum())
+    world.driver.propose(placement)
+    run_until_idle(world)
+    return moved, world.mover.weights.layers[-1].expert_bytes, replace(world.mover.totals)
+
+
+def test_totals_are_those_of_the_whole_job_and_equal_on_all_ranks() -> None:
+    case = Case(ep_size=4, num_slots=16, seed=23, chunk_bytes=1024)
+    size = (case.num_layers, case.num_experts, case.num_slots, case.topology)
+    found = rank_pool(4).run(_totals, case, random_placement(np.random.default_rng(5), *size))
+    for moved, expert_bytes, totals in found:
+        assert totals.slots == moved > 0
+        assert totals.slot_bytes == expert_bytes
+        assert totals.seconds > 0
+        assert totals.chunks == found[0][2].chunks > case.num_layers
+
+
 def test_new_shares_switch_all_layers_in_one_step_without_staging() -> None:
     case = Case(ep_size=2, seed=22, num_layers=5, staging_layers=1)
     for switched, moved in rank_pool(2).run(_only_shares, case):

@@ -1,4 +1,4 @@
-"""Files that evenroute 0.1.0 wrote (tests/data/evenroute-0.1.0, counts.npy is what went in) open, and go on.
+"""Files that evenroute 0.1.0 wrote (tests/data/0.1.0, counts.npy is what went in) open, and go on.
 
 Four ranks on two nodes, 2 layers of 8 experts in 12 slots; six windows, and a weighted plan after the third.
 """
@@ -14,10 +14,11 @@ import pytest
 from evenroute.eplb.dump.reader import DumpReader
 from evenroute.eplb.files.open import open_source, open_sources
 from evenroute.eplb.placement.file import load_placement, load_placement_set, update_placement_set
+from evenroute.eplb.store.schema import JobRow
 from evenroute.eplb.store.writer import HistoryStore, RankWindowRow
 from support.command import evenroute
 
-DATA = Path(__file__).resolve().parents[2] / "data" / "evenroute-0.1.0"
+DATA = Path(__file__).resolve().parents[2] / "data" / "0.1.0"
 EPOCH = (3 << 20) + 17
 COUNTS = np.load(DATA / "counts.npy")
 
@@ -59,16 +60,35 @@ def test_both_histories_are_shown_alike(old: Path, name: str) -> None:
 
 def test_a_store_is_continued(old: Path) -> None:
     store = HistoryStore(old / "run.db")
+    assert store.loss is None
     assert store.last_epoch() == EPOCH
+    assert store.jobs()[7] == JobRow("toy", "decode", 2, 8, 12, 4, 2, 2, False)
+    newest = store.newest_placement()
+    assert newest is not None
+    assert store.find_row(int(newest.placement.row_digests()[0])) is not None
     store.begin_epoch(EPOCH + (1 << 20), pid=2, now=2000.0)
     again, following = (
         [RankWindowRow(7, rank, seq, 10 * seq - 10, 10 * seq - 1, 100, COUNTS[0] // 4) for rank in range(4)]
         for seq in (6, 7)
     )
-    store.add_windows([*again, *following], epoch=EPOCH + (1 << 20), now=2001.0)
+    receipts = store.add_windows([*again, *following], epoch=EPOCH + (1 << 20), now=2001.0)
+    assert [receipt.stored for receipt in receipts] == [False] * 4 + [True] * 4
+    late = RankWindowRow(7, 1, 9, 80, 89, 100, COUNTS[0] // 4)
+    [gap] = store.add_windows([late], epoch=EPOCH + (1 << 20), now=2002.0)
+    assert (gap.stored, gap.missing_before) == (True, 1)
+    moves = np.zeros(2, np.int64)
+    placement, reason = newest.placement, "restart"
+    store.add_placement(
+        placement, epoch=EPOCH + (1 << 20), version=1, now=2003.0, moves=moves, policy="stay", reason=reason
+    )
+    newest = store.newest_placement()
+    assert newest is not None
+    assert newest.policy == "stay"
     store.close()
-    counts = [window.counts for window in open_source(old / "run.db").windows()]
-    assert len(counts) == 7, "what 0.1.0 had acknowledged is a duplicate"
+    source = open_source(old / "run.db")
+    windows = list(source.windows())
+    assert [window.complete for window in windows] == [True] * 7 + [False]
+    counts = [window.counts for window in windows]
     assert np.array_equal(counts[:6], COUNTS)
     assert np.array_equal(counts[6], COUNTS[0] // 4 * 4)
 

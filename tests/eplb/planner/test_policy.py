@@ -128,11 +128,21 @@ def test_moves_must_save_more_time_than_they_cost_and_the_reason_says_whose_figu
     by_default = decide(PolicySettings())
     assert by_default.action == "moves"
     assert "(default figures)" in by_default.reason
-    measured = decide(PolicySettings(costs=TimeCosts(seconds_per_slot=1e-4, source="measured")))
+    measured = decide(
+        PolicySettings(costs=TimeCosts(seconds_per_slot=1e-4, source="measured", step_source="measured"))
+    )
     assert measured.action == "moves"
     assert "(measured figures)" in measured.reason
+    partly = decide(PolicySettings(costs=TimeCosts(seconds_per_slot=1e-4, source="given")))
+    assert "(cost given, gain by default figures)" in partly.reason
     slow = TimeCosts(seconds_per_slot=60.0, source="measured")
     assert decide(PolicySettings(costs=slow, life_seconds=1.0)).action in ("shares", "stay")
+    policy = RebalancePolicy(Topology(8), 72)  # figures that come later than the settings
+    policy.skip_start()
+    policy.costs = TimeCosts(seconds_per_slot=1e4, source="measured")
+    random = np.random.default_rng(6)
+    placement = Placement.initial(2, 64, 72, Topology(8))
+    assert policy.decide(random.multinomial(10**6, skewed(random, 2, 64)), placement).action != "moves"
 
 
 def test_a_process_without_memory_answers_as_decide_does_and_memory_is_rebuilt_from_windows() -> None:

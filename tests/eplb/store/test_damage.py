@@ -26,7 +26,6 @@ from evenroute.eplb.store.writer import (
 
 L, E, R = 3, 8, 2
 JOB = JobRow("m", "prefill", L, E, 10, R, 1, 4, False)
-OLD_STORE = Path(__file__).parents[2] / "data/store_0_1_0.db"
 
 
 def window(seq: int, rank: int = 0) -> RankWindowRow:
@@ -170,27 +169,3 @@ def test_a_transaction_that_fails_is_no_damage(store: HistoryStore) -> None:
 def test_a_crash_has_at_most_the_last_commits_to_lose(store: HistoryStore) -> None:
     (level,) = store._connection.execute("PRAGMA synchronous").fetchone()
     assert level >= 1, "synchronous=OFF lets a power cut take the whole file"
-
-
-def test_a_store_written_by_0_1_0_opens_and_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "run.db"
-    shutil.copy(OLD_STORE, path)
-    with HistoryStore(path) as store:
-        assert store.loss is None
-        run, job = next(iter(store.jobs().items()))
-        assert (job.num_layers, job.num_logical_experts, job.ep_size) == (2, 4, 2)
-        last = store.last_seq(run, 1)
-        assert last == 3
-        published = store.newest_placement()
-        assert published is not None
-        epoch = store.last_epoch() + (1 << 20)
-        store.begin_epoch(epoch, pid=1, now=1e9)
-        counts = np.ones((2, 4), np.int64)
-        for seq, stored in ((last, False), (last + 1, True)):
-            row = RankWindowRow(run, 1, seq, 10 * seq, 10 * seq + 9, 2, counts)
-            (receipt,) = store.add_windows([row], epoch=epoch, now=1e9)
-            assert (receipt.stored, receipt.missing_before) == (stored, 0)
-        tokens, total = store.total_counts(run)
-        assert total is not None
-        assert (tokens, int(total.sum())) == (14, 14 * 4)
-        store.find_row(int(published.placement.row_digests()[0]))
