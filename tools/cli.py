@@ -1,4 +1,4 @@
-"""The `evenroute` command: a thin shell that finds its commands in `tools/commands/<name>.py`.
+"""The `evenroute` command: a thin shell that finds its commands in `tools/commands/<name>.py` and `orders/` there.
 
 A command module holds a function of its own name, or `SUBCOMMANDS`. It is imported only when its command (or the
 general help) is asked for, so that `evenroute status` never pays for numba, and nothing here needs torch.
@@ -20,7 +20,15 @@ from evenroute.tools.report.words import plain_streams
 
 def command_names() -> list[str]:
     """Names of all commands, sorted: those of the files in `commands`."""
-    return sorted(path.stem for path in (Path(__file__).parent / "commands").glob("[!_]*.py"))
+    return sorted(_modules())
+
+
+def _modules() -> dict[str, str]:
+    """The module of each command."""
+    folder = Path(__file__).parent / "commands"
+    here = {path.stem: f"evenroute.tools.commands.{path.stem}" for path in folder.glob("[!_]*.py")}
+    orders = (folder / "orders").glob("[!_]*.py")
+    return here | {path.stem: f"evenroute.tools.commands.orders.{path.stem}" for path in orders}
 
 
 def package_version() -> str:
@@ -56,8 +64,8 @@ def build_app(names: list[str]) -> typer.Typer:
 
 
 def add_command(app: typer.Typer, name: str) -> None:
-    """Adds `commands/NAME.py`; every command ends wrong use with one line and exit status 2."""
-    module = importlib.import_module(f"evenroute.tools.commands.{name}")
+    """Adds a command's module; every command ends wrong use with one line and exit status 2."""
+    module = importlib.import_module(_modules()[name])
     subcommands = getattr(module, "SUBCOMMANDS", ())
     if subcommands:
         group = typer.Typer(help=module.HELP, no_args_is_help=True)

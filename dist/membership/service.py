@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from evenroute.dist.config import RebalancerSettings
 from evenroute.dist.membership.decider import MembershipCore
 from evenroute.dist.membership.ledger import Ledger
 from evenroute.dist.membership.rebalancer import ElasticRebalancerCore
@@ -52,18 +53,18 @@ class MembershipView:
 
 
 class MembershipService:
-    """``silent_s``: see `MemberLimits`. ``rejected`` counts refused frames by kind."""
+    """``rejected`` counts refused frames by kind."""
 
     def __init__(
         self,
         core: ElasticRebalancerCore,
         store: HistoryStore,
         link: RouterLink,
-        silent_s: float,
+        settings: RebalancerSettings,
         rejected: Counter[str],
     ) -> None:
         self.core = core
-        limits = MemberLimits(silent_s=silent_s)
+        limits = MemberLimits(silent_s=settings.member_silence_s)
         self.members = MembershipCore(
             core, Ledger(store), limits, random_bits=secrets.randbits, stamp=time.time
         )

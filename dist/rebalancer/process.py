@@ -103,18 +103,10 @@ class Rebalancer:
         self._rejected: Counter[str] = Counter()
         self._log = LimitedLog(logger)
         self._jobs = JobGate(self.core, self._log)
-        self._ranks = RankTraffic(
-            self.core,
-            self._link,
-            self._jobs,
-            self._rejected,
-            self._log,
-            settings.max_message_bytes,
-            self.plans.costs.report,
-        )
+        parts = (self.core, self._link, self._jobs, self._rejected, self._log)
+        self._ranks = RankTraffic(*parts, settings.max_message_bytes, self.plans.costs.report)
         self._files = FileWatch(self._lock, self._link, self._store, self._log)
-        silent_s = settings.member_silence_s
-        self.membership = MembershipService(self.core, self._store, self._link, silent_s, self._rejected)
+        self.membership = MembershipService(self.core, self._store, self._link, settings, self._rejected)
         self._control = ControlService(
             self.core, self.plans, self.recorder, self._build_status, self._rejected, self._log
         )
