@@ -12,7 +12,7 @@ from evenroute.dist.membership.rebalancer import ElasticRebalancerCore
 from evenroute.dist.membership.rows import columns_of, covers, joiner_columns, kept_rows, refilled
 from evenroute.dist.membership.types import Heard, MemberLimits, MemberOutgoing, Peer
 from evenroute.dist.protocol.types import PlacementInfo
-from evenroute.dist.wire.membership import Member, MembershipRecord, RecordMessage
+from evenroute.dist.wire.membership import Member, MemberReport, MembershipRecord, RecordMessage
 from evenroute.eplb.placement.placement import Placement
 
 
@@ -44,7 +44,7 @@ class Changes:
         self.wanted: int | None = None
         self.go = 0
         self._since: float | None = None
-        self._made = 0  # the last change of this life
+        self._failed = 0  # the change that a joiner could not join
 
     @property
     def open(self) -> bool:
@@ -54,20 +54,25 @@ class Changes:
             return False
         return head.number not in deciding.served and head.number not in deciding.void
 
-    def is_held(self, number: int) -> bool:
-        """Whether nobody can have been given the go for a change: it was made in this life, which has not given it."""
-        return self._made == number and self.go != number
-
     def dropped(self) -> None:
         """The change under way came to nothing."""
         self.go, self._since = 0, None
         self._all.core.changing = False
+
+    def asked_again(self, report: MemberReport) -> None:
+        """A joiner of the change under way could not join, and asks anew."""
+        head = self._all.head
+        if head is not None and self.open and report.refused == head.number:
+            if any(member.identity == report.me.identity for member in head.members):
+                self._failed = head.number
 
     def stuck(self, now: float) -> bool:
         """Whether not all are ready for the change in its time: then all halt, and a record of those there follows."""
         if not self.open:
             return False
         self._since = now if self._since is None else self._since
+        if self._failed == self._all.head.number:  # type: ignore[union-attr]
+            return True
         return now - self._since >= self._all.limits.change_s
 
     def turn(self, now: float) -> list[MemberOutgoing]:
@@ -158,7 +163,7 @@ class Changes:
         if not self._all.keep(record):
             return []
         self._all.core.changing = True
-        self.go, self._since, self._made = 0, None, record.number
+        self.go, self._since = 0, None
         message = RecordMessage(self._all.core.epoch, record)
         heard = self._all.heard
         peers = [heard[one].peer for one in self._all.concerned() if one in heard]

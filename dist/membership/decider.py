@@ -110,6 +110,7 @@ class MembershipCore:
         self._seqs[report.me.identity] = report.seq
         if report.job == 0:
             self.joiners[report.me.identity] = Heard(report, peer, now)
+            self.changes.asked_again(report)
             return self._turn(now)
         if self.head is None or report.job != self.head.job:
             return self._strangers.hear(peer, report, now)
@@ -270,12 +271,13 @@ class MembershipCore:
         ]
 
     def _may_serve_without(self, top: MembershipRecord, got: dict[int, MemberReport]) -> bool:
-        """Whether all who reported are to leave by the change at the head: those who stay may serve in it by now,
-        unless nobody was given the go. One of them, halted before it, would prove that they don't."""
+        """Whether all who reported are to leave by the change at the head, and have voted for it: those who stay may
+        serve in it by now. One of them, halted before it, would prove that they don't."""
         assert self.head is not None
-        if self.head.kind != "change" or top is self.head or self.changes.is_held(self.head.number):
+        number = self.head.number
+        if self.head.kind != "change" or top is self.head:
             return False
-        return not any(one in self.head.numbers for one in got)
+        return all(one not in self.head.numbers and report.go >= number for one, report in got.items())
 
     def _fit(self, top: MembershipRecord, got: dict[int, MemberReport]) -> list[int]:
         """Members that reported and can take their place; one less where they have failed to form too often."""

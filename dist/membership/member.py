@@ -151,8 +151,9 @@ class MemberCore:
         if self.job and record.job != self.job:
             return
         follows = self.offered is not None and record.prev == self.offered.number == self.ready
-        if follows and record.number == self.heard + 1 and self.me.number in record.numbers:
-            self._pending.append(record)  # others serve already in what this one is about to
+        if follows and self.me.number in record.numbers:
+            if record.number == self.heard + 1:
+                self._pending.append(record)  # others serve already in what this one is about to
             return
         order = (self.fence, record.number)  # after a lost store numbers may begin again
         if record.kind == "change" and mine is not None and order > self._offer_order:
@@ -164,6 +165,7 @@ class MemberCore:
     def give_up(self) -> None:
         """A joiner whose change came to nothing asks again."""
         if self.record is None:
+            self.refused = self.refused if self.offered is None else self.offered.number
             self.job, self.offered, self.ready, self.seen, self._due = 0, None, 0, 0, True
             self._pending = []
 
@@ -208,6 +210,7 @@ class MemberCore:
             votes=tuple(self.votes[one] for one in sorted(self.votes)),
             ready=self.ready,
             ready_run=self.offered.run if self.ready and self.offered is not None else 0,
+            go=self.go,
             refused=self.refused,
             missing=self.missing,
             trouble=self.trouble if self.halted else "",

@@ -95,7 +95,7 @@ class MemberReport(Struct, frozen=True, tag="member", forbid_unknown_fields=True
     membership whose rows it has (0 = none); ``seen``: the highest record that it has applied; ``heard``: and received.
     ``halted``: it completes and decides nothing until a record above ``seen`` comes. ``serving``: a collective of
     ``installed`` was complete. ``completed``: its last step. ``ready``: the change whose groups it has formed, and that
-    one's run; ``refused``: one that would have left an expert without a slot. ``missing``: members that it could not
+    one's run; ``go``: the highest that it has voted for; ``refused``: one that would have left an expert without a slot. ``missing``: members that it could not
     reach as it formed ``installed``. ``trouble``: why it halted, one line. ``unfit``: it can't take its place (its
     source failed). ``leaving``: it wants to.
     """
@@ -113,6 +113,7 @@ class MemberReport(Struct, frozen=True, tag="member", forbid_unknown_fields=True
     votes: Annotated[tuple[CaughtVote, ...], Meta(max_length=8)] = ()
     ready: Step = 0
     ready_run: Int62 = 0
+    go: Step = 0
     refused: Step = 0
     missing: Annotated[tuple[int, ...], Meta(max_length=_MOST_MEMBERS)] = ()
     trouble: Text = ""

@@ -108,7 +108,7 @@ class SimMember:
             return found + (["fill"] if core.offered is not None else [])
         if self.phase == "left":
             return found + (["apply"] if core.pending else [])
-        if core.pending:
+        if core.pending and core.record is not None:
             found.append("apply")
         if core.halted and not world.parts.no_freeze:
             return found

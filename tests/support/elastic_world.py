@@ -385,6 +385,11 @@ class World:
             return ""
         if any(one.core.leaving for one in serving) and len(serving) * LOCAL - LOCAL >= self.experts:
             return "a member that wants to leave is there"
+        leaving = (
+            all(one.core.left or one.core.me.number not in head.numbers for one in serving) if head else False
+        )
+        if head is not None and head.kind == "change" and leaving:
+            return ""  # those who stay may have served: the leavers end by themselves
         if head is None or head.number not in self.served | life.members.void:
             return f"membership {None if head is None else head.number} does not serve"
         for one in serving:
