@@ -25,8 +25,9 @@ from evenroute.dist.elastic.state import ElasticStep, StepOutcome
 from evenroute.dist.protocol.stream import Unsent
 from evenroute.dist.rank.agent import RankAgent
 from evenroute.dist.rank.switch import MembershipSwitchedError
-from evenroute.dist.weights.expert_weights import ExpertWeights
+from evenroute.dist.weights.expert_weights import LOADER_CALL, ExpertWeights
 from evenroute.dist.weights.weight_mover import MigrationConfig
+from evenroute.eplb._checks import require_callable, require_instance, require_int
 from evenroute.eplb.placement.placement import Placement
 from evenroute.routing.counters import ExpertCounters
 
@@ -64,6 +65,25 @@ class ElasticAgent(ChangingProcess):
         Raises ValueError for settings that don't fit, TimeoutError without a rebalancer, MembershipEndedError for a
         joiner that nobody takes up.
         """
+        require_instance("config", config, ElasticConfig)
+        if placement is not None:
+            require_instance("placement", placement, Placement)
+        require_int("top_k", top_k, 1, 65535)
+        require_instance("weights", weights, ExpertWeights)
+        require_instance("counters", counters, ExpertCounters)
+        require_callable("source", source, LOADER_CALL)
+        require_callable("rewire", rewire, "rewire(seat)")
+        if migration is not None:
+            require_instance("migration", migration, MigrationConfig)
+        if counters.num_layers != weights.num_layers:
+            raise ValueError(
+                f"counters.num_layers: {counters.num_layers} found, the weights have {weights.num_layers}"
+            )
+        if counters.num_logical_experts < weights.num_local_slots:
+            raise ValueError(
+                f"weights.num_local_slots: {weights.num_local_slots} found, expected at most the "
+                f"{counters.num_logical_experts} experts"
+            )
         launched = Launched.from_environment()
         agent = cls(
             config,

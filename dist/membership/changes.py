@@ -62,9 +62,10 @@ class Changes:
     def asked_again(self, report: MemberReport) -> None:
         """A joiner of the change under way could not join, and asks anew."""
         head = self._all.head
-        if head is not None and self.open and report.refused == head.number:
-            if any(member.identity == report.me.identity for member in head.members):
-                self._failed = head.number
+        if head is None or not self.open or report.refused != head.number:
+            return
+        if any(member.identity == report.me.identity for member in head.members):
+            self._failed = head.number
 
     def stuck(self, now: float) -> bool:
         """Whether not all are ready for the change in its time: then all halt, and a record of those there follows."""

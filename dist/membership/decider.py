@@ -173,8 +173,7 @@ class MembershipCore:
         record = self.head
         assert record is not None
         while record.kind == "change" and record.number not in self.served:
-            before = self.ledger.find(record.prev)
-            if before is None:
+            if (before := self.ledger.find(record.prev)) is None:
                 break
             record = before
         return record
@@ -248,7 +247,7 @@ class MembershipCore:
             return []
         numbers = self._fit(top, got)
         if not numbers:
-            return []
+            return self._end_job("no rank is left whose source gives it its experts")
         number, run = head.number + 1, self._random_bits(62) or 1
         record = death_record(
             self.ledger, top, numbers, got, number=number, run=run, key=self.core.reserve_key()
@@ -287,7 +286,7 @@ class MembershipCore:
             self.failures = 0
             blame = Counter(one for report in got.values() for one in report.missing if one in fit)
             fit.remove(max(fit, key=lambda one: (blame[one], fit.index(one))))
-        return fit or numbers[:0]
+        return fit
 
     def new_record(self, members: tuple[Member, ...], columns: bytes, text: str) -> MembershipRecord:
         """A record of kind "change" behind the head."""

@@ -95,9 +95,10 @@ class MemberReport(Struct, frozen=True, tag="member", forbid_unknown_fields=True
     membership whose rows it has (0 = none); ``seen``: the highest record that it has applied; ``heard``: and received.
     ``halted``: it completes and decides nothing until a record above ``seen`` comes. ``serving``: a collective of
     ``installed`` was complete. ``completed``: its last step. ``ready``: the change whose groups it has formed, and that
-    one's run; ``go``: the highest that it has voted for; ``refused``: one that would have left an expert without a slot. ``missing``: members that it could not
-    reach as it formed ``installed``. ``trouble``: why it halted, one line. ``unfit``: it can't take its place (its
-    source failed). ``leaving``: it wants to.
+    one's run; ``go``: the highest that it has voted for; ``refused``: one that would have left an expert without a
+    slot, or that it could not join. ``missing``: members that it could not reach as it formed ``installed``.
+    ``trouble``: why it halted, one line. ``unfit``: it can't take its place (its source failed). ``leaving``: it wants
+    to.
     """
 
     job: Int62
