@@ -9,21 +9,10 @@ import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from evenroute.tools.bench.options import BenchParser
+from evenroute.tools.bench.options import parse_elastic
 from evenroute.tools.elastic.drive import ElasticRun, HangError, Recovered
-
-ABOUT = """Kills, stops, adds and removes ranks of a real MoE that is served meanwhile (gloo on the CPU, NCCL where each
-rank has a GPU). Every output is compared with one process that holds all experts.
-
-    evenroute bench elastic --ranks 4 --kill-rank 1@100 --join 200 --leave 0@300
-    evenroute bench elastic --ranks 4 --kills 50
-
-R is a rank's place at that time, STEP a step's number. Exit status: 0 all outputs right and all who lived served on,
-1 not so, 2 wrong use.
-"""
 
 
 @dataclass(frozen=True)
@@ -33,49 +22,6 @@ class Act:
     step: int
     what: str
     rank: int = -1
-
-
-def _at(text: str) -> tuple[int, int]:
-    rank, at, step = text.partition("@")
-    if not (at and rank.isdigit() and step.isdigit()):
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected RANK@STEP")
-    return int(rank), int(step)
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The flags; wrong ones end the process with status 2."""
-    parser = BenchParser("elastic", ABOUT)
-    add = parser.add_argument
-    add("--ranks", type=int, default=4, help="processes at the start (default: 4)")
-    add("--kill-rank", type=_at, action="append", default=[], metavar="R@STEP", help="kill -9 of a rank")
-    add("--stop-rank", type=_at, action="append", default=[], metavar="R@STEP", help="SIGSTOP of a rank")
-    add("--join", type=int, action="append", default=[], metavar="STEP", help="a rank joins")
-    add("--leave", type=_at, action="append", default=[], metavar="R@STEP", help="a rank leaves as announced")
-    add(
-        "--kills",
-        type=int,
-        default=0,
-        help="so many random kills, one after the other; a rank joins after each",
-    )
-    add("--seed", type=int, default=1, help="of the random kills (default: 1)")
-    add("--steps", type=int, default=50, help="steps after the last act (default: 50)")
-    add("--experts", type=int, default=8, help="logical experts (default: 8)")
-    add("--slots", type=int, default=4, help="slots of a rank (default: 4)")
-    add("--layers", type=int, default=3, help="MoE layers (default: 3)")
-    add("--limit", type=float, default=2.0, help="seconds after which a collective has failed (default: 2)")
-    add("--json", action="store_true", help="one JSON object on stdout and nothing else")
-    add("--report", type=Path, help="write that object here, too")
-    args = parser.parse_args(argv)
-    for name in ("ranks", "steps", "experts", "slots", "layers"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}: found {getattr(args, name)}, expected at least 1")
-    if args.ranks * args.slots < args.experts:
-        parser.error(
-            f"--ranks: {args.ranks} ranks with {args.slots} slots each found, expected room for {args.experts} experts"
-        )
-    if args.slots > args.experts:
-        parser.error(f"--slots: found {args.slots}, expected at most the {args.experts} experts")
-    return args
 
 
 def acts_of(args: argparse.Namespace) -> list[Act]:
@@ -124,7 +70,7 @@ def random_kills(run: ElasticRun, kills: int, seed: int, say: Any) -> list[Recov
 
 def main(argv: list[str]) -> int:
     """Run it; the exit status."""
-    args = parse(argv)
+    args = parse_elastic(argv)
     flags = [f"--{name}={getattr(args, name)}" for name in ("experts", "slots", "layers", "limit")]
 
     def say(text: str) -> None:
