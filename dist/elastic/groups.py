@@ -161,10 +161,10 @@ class MemberGroups:
         else:
             options = torch_dist.ProcessGroupNCCL.Options()
             options._timeout = limit
-            made = torch_dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            nccl = torch_dist.ProcessGroupNCCL(store, self.rank, self.size, options)
             group._set_default_backend(kinds.NCCL)
-            group._register_backend(torch.device("cuda"), kinds.NCCL, made)
-        group._set_group_name(f"evenroute-{self.record.run}-{name}")
+            group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+        group._set_group_name(f"evenroute-{self.record.run}-{name}")  # type: ignore[arg-type] # a str by another name
         adopt_group(group, store)
         return group
 

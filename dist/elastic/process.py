@@ -191,7 +191,7 @@ class MemberProcess:
             applied = self._core.apply(core, rows)
         if applied is None:
             return
-        if applied.actions:
+        if applied.actions and core is not None:
             self._driver.carry_out(applied.actions)
             self._builder.took(core)
         self._tell(applied.outcomes)

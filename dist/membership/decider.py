@@ -199,10 +199,8 @@ class MembershipCore:
         head = self.head
         if head is None or self.end:
             return []
-        if self.core.phase is Phase.WAITING:
-            self._begin_life(now)
-            if self.core.phase is not Phase.SERVING:
-                return []
+        if self.core.phase is Phase.WAITING and not self._begin_life(now):
+            return []
         out: list[MemberOutgoing] = []
         if self.halting_since is None and (self.got() or self.changes.stuck(now)):
             self.halting_since = now
@@ -211,18 +209,19 @@ class MembershipCore:
             return [*out, *self._decide(now)]
         return [*out, *self.changes.turn(now)]
 
-    def _begin_life(self, now: float) -> None:
+    def _begin_life(self, now: float) -> bool:
         """A dead rank can't report to a life that begins; with the job's records in the store, those that halted do."""
         head = self.head
         assert head is not None
         reports = {one: known.report for one, known in self.heard.items()}
         if not any(report.halted for report in reports.values()):
             self.halting_since = None
-            return
+            return False
         self.halting_since = now if self.halting_since is None else self.halting_since
-        if not self._waits_for(head, reports, now):
-            self.core.begin_life((report.fence for report in reports.values()), now)
-            self.halting_since = None
+        if self._waits_for(head, reports, now):
+            return False
+        self.halting_since = None
+        return self.core.begin_life((report.fence for report in reports.values()), now)
 
     def _waits_for(self, top: MembershipRecord, got: dict[int, MemberReport], now: float) -> list[int]:
         """Members that may still report."""
