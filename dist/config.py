@@ -97,7 +97,9 @@ class RebalancerSettings:
 
     bind: str = ""
     store: str = ""
-    metrics_bind: str = ""  # HOST:PORT of the Prometheus endpoint, "" = none; port 0 is an automatic one
+    http_bind: str = (
+        ""  # HOST:PORT of the page, its API, health and metrics, "" = none; port 0 is an automatic one
+    )
     ready_file: str = ""  # JSON with the bound addresses and the pid, written once it serves
     log_level: Annotated[str, _one_of("debug", "info", "warning", "error")] = "info"
     keep_windows_s: LongSeconds = 3600.0  # fleet-wide windows stay single for so long, then ...
@@ -114,9 +116,9 @@ class RebalancerSettings:
         _check_fields("rebalancer", self)
         if self.bind:
             _parse_endpoint(self.bind, field="rebalancer.bind")
-        if self.metrics_bind:
-            address = _parse_host_port(self.metrics_bind, field="rebalancer.metrics_bind")
-            object.__setattr__(self, "metrics_bind", f"{bracketed(address.host)}:{address.port}")
+        if self.http_bind:
+            address = _parse_host_port(self.http_bind, field="rebalancer.http_bind")
+            object.__setattr__(self, "http_bind", f"{bracketed(address.host)}:{address.port}")
 
 
 @dataclass(frozen=True)
@@ -167,10 +169,13 @@ class PlannerSettings:
 
 @dataclass(frozen=True)
 class SecuritySettings:
-    """`keys`: folder made by `evenroute keygen`; without keys only ipc and loopback are bound unless `insecure`."""
+    """`keys`: folder made by `evenroute keygen`; without keys only ipc and loopback are bound unless `insecure`.
+
+    `http_token`: a file with the page's token; "" = the one in the folder of keys, if there is one."""
 
     keys: str = ""
     insecure: bool = False
+    http_token: str = ""
 
     def __post_init__(self) -> None:
         _check_fields("security", self)
@@ -287,6 +292,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 T = typing.TypeVar("T")
+_FORMER = {"metrics_bind": "http_bind"}  # keys of 0.1.0
 
 
 def build_section(kind: type[T], values: dict[str, object], *, where: str) -> T:
@@ -294,6 +300,9 @@ def build_section(kind: type[T], values: dict[str, object], *, where: str) -> T:
     hints = typing.get_type_hints(kind, include_extras=True)
     checked: dict[str, object] = {}
     for name, value in values.items():
+        name = _FORMER.get(name, name)
+        if name in checked:
+            raise ValueError(f"{where}: {name} is given under its former name too")
         if name not in hints:
             raise ValueError(
                 f"{where}: unknown key {shown(name)} (value {shown(value)}){nearest(name, hints)}"
@@ -334,15 +343,6 @@ def load_config(
         expected = f"less than rebalancer.max_rank_silence_s ({limit_s:g})"
         _require("agent", "heartbeat_s", agent.heartbeat_s, often, expected)
     return RebalancerConfig(**sections)
-
-
-def parse_interval(text: str) -> tuple[float, str]:
-    """`60` or `1.5s` -> seconds, `4w` -> windows; ValueError naming --interval."""
-    found = re.fullmatch(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)([sw]?)", text, re.ASCII)
-    value = math.nan if found is None else float(found[1])
-    if found is None or not math.isfinite(value):
-        raise ValueError(f"--interval: {shown(text)} found, expected seconds (60, 1.5s) or windows (4w)")
-    return value, "windows" if found[2] == "w" else "seconds"
 
 
 def load_agent_config(path: str | PathLike[str]) -> AgentConfig:

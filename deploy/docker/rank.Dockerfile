@@ -11,6 +11,7 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY evenroute evenroute
 COPY eplb eplb
 COPY routing routing
 COPY dist dist

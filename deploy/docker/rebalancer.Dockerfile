@@ -5,6 +5,7 @@ ARG PYTHON_VERSION=3.11
 FROM python:${PYTHON_VERSION}-slim-bookworm AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY evenroute evenroute
 COPY eplb eplb
 COPY routing routing
 COPY dist dist

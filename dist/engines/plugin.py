@@ -19,12 +19,13 @@ from typing import Any, NoReturn
 
 from evenroute.dist.config import AgentConfig, build_section, nearest
 from evenroute.dist.weights.weight_mover import MigrationConfig
-from evenroute.eplb._checks import one_line, shown
+from evenroute.eplb._checks import one_line, require_choice, shown
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 
 PREFIX = "EVENROUTE_"  # of a setting's environment variable: EVENROUTE_REBALANCER, EVENROUTE_MODE, ...
 _FROM_ENGINE = ("top_k", "shared_counts")  # settings of the agent that only the engine's own can be
+CHOICES = ("auto", "engine")
 _SWITCHES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -48,11 +49,24 @@ class PluginSettings:
     """Settings of a plug-in, all of them in one flat table: those of `AgentConfig` and `MigrationConfig`, and:
 
     num_nodes   nodes of the EP group, 0: as many as the engine says
+    choice      "auto": experts are chosen by evenroute's router wherever it answers like the engine's, in one launch
+                with all the rest; "engine": always by the engine's, and evenroute picks replicas and counts
     """
 
     agent: AgentConfig
     migration: MigrationConfig = field(default_factory=MigrationConfig)
     num_nodes: int = 0
+    choice: str = "auto"
+
+    def table(self) -> dict[str, Any]:
+        """All values by name, as `read_settings` takes them: for the engine's other processes."""
+        values = {
+            **vars(self.agent),
+            **vars(self.migration),
+            "num_nodes": self.num_nodes,
+            "choice": self.choice,
+        }
+        return {name: values[name] for name in known_settings()}
 
     def agent_config(self, *, model: str, top_k: int, shared_counts: bool) -> AgentConfig:
         """The agent's settings with what the engine knows; a model's name that was given stays."""
@@ -70,7 +84,7 @@ def known_settings() -> dict[str, Any]:
     for kind in (AgentConfig, MigrationConfig):
         hints = typing.get_type_hints(kind)
         found |= {name: hint for name, hint in hints.items() if name not in _FROM_ENGINE}
-    return found | {"num_nodes": int}
+    return found | {"num_nodes": int, "choice": str}
 
 
 def read_settings(
@@ -113,7 +127,9 @@ def _build(values: dict[str, Any]) -> PluginSettings:
     nodes = values.get("num_nodes", 0)
     if type(nodes) is not int or not 0 <= nodes <= 1 << 16:
         raise ValueError(f"settings.num_nodes: {shown(nodes)} found, expected an integer from 0 to 65536")
-    return PluginSettings(part(AgentConfig), part(MigrationConfig), nodes)
+    choice = values.get("choice", "auto")
+    require_choice("settings.choice", choice, CHOICES)
+    return PluginSettings(part(AgentConfig), part(MigrationConfig), nodes, choice)
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""vLLM: this project's planner behind its EPLB policy interface.
+"""vLLM: this project's planner behind its EPLB policy interface. `evenroute.dist.engines.vllm` does all of it instead.
 
 vLLM counts, decides when, moves the weights and switches; only the plan is ours. It keeps its policies in the dict
 `vllm.distributed.eplb.policy.EPLB_POLICIES`; `register()` puts ours there under the name that the engine is

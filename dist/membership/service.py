@@ -7,7 +7,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from evenroute.dist.config import RebalancerSettings
 from evenroute.dist.membership.decider import MembershipCore
@@ -17,7 +16,7 @@ from evenroute.dist.membership.types import MemberLimits, MemberOutgoing
 from evenroute.dist.protocol.types import Notice, Outgoing, Phase
 from evenroute.dist.wire.control import RANK_ROLES
 from evenroute.dist.wire.link import Received, RouterLink
-from evenroute.dist.wire.membership import decode_member_up, encode_member
+from evenroute.dist.wire.membership import MembershipView, decode_member_up, encode_member
 from evenroute.dist.wire.messages import MessageError
 from evenroute.eplb.store.writer import HistoryStore
 
@@ -26,30 +25,15 @@ logger = logging.getLogger("evenroute.dist.rebalancer")
 _LONG_S, _LONG_CHANGE_S = 10.0, 120.0
 
 
-@dataclass(frozen=True)
-class MembershipView:
-    """What is shown of a job whose ranks come and go. ``state``: "" (they don't), "serving", "halted", "changing" or
-    "ended"; ``text``: one line on it. ``since_s``: how long it is so."""
-
-    state: str = ""
-    number: int = 0
-    members: tuple[int, ...] = ()
-    wanted: int | None = None
-    joining: int = 0
-    deaths: int = 0
-    changes: int = 0
-    since_s: float = 0.0
-    text: str = ""
-
-    def problems(self) -> list[str]:
-        """Why the job is degraded, if it is."""
-        if self.state == "ended":
-            return [f"the job can't go on: {self.text}"]
-        if self.state == "halted" and self.since_s > _LONG_S:
-            return [f"ranks have halted for {self.since_s:.0f} s: {self.text}"]
-        if self.state == "changing" and self.since_s > _LONG_CHANGE_S:
-            return [f"membership {self.number}: a change is under way for {self.since_s:.0f} s: {self.text}"]
-        return []
+def problems(view: MembershipView) -> list[str]:
+    """Why the job is degraded, if it is."""
+    if view.state == "ended":
+        return [f"the job can't go on: {view.text}"]
+    if view.state == "halted" and view.since_s > _LONG_S:
+        return [f"ranks have halted for {view.since_s:.0f} s: {view.text}"]
+    if view.state == "changing" and view.since_s > _LONG_CHANGE_S:
+        return [f"membership {view.number}: a change is under way for {view.since_s:.0f} s: {view.text}"]
+    return []
 
 
 class MembershipService:
@@ -147,10 +131,10 @@ class MembershipService:
         return MembershipView(
             state=state,
             number=base.number,
-            members=base.numbers,
+            members=list(base.numbers),
             wanted=members.changes.wanted,
             joining=sum(now - one.at < 5.0 for one in members.joiners.values()),
-            deaths=members.deaths,
+            lost=members.deaths,
             changes=sum(record.kind == "change" for record in records),
             since_s=now - self._state[2],
             text=text,

@@ -7,12 +7,11 @@ host_checks     settings against this host, before anything starts
 plan_cycle      when to decide, and what becomes of it
 intervals       whether counts are whole enough to plan from
 decisions       the policy: its settings, its state in the store
+interval_loads  what ranks and experts carried in it
 planner         the planner's process, seen from here
 planner_child   the planner's process itself
 status          the answer of `evenroute status`
 control         what operators and viewers ask for
 recording       recordings, and reading them in parts
 record_orders   the ranks' part in them
-metrics         Prometheus names and their port
-log             logging, with a limit on lines of one kind
 """

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
+from evenroute.dist.log import LimitedLog
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.types import Phase
-from evenroute.dist.rebalancer.log import LimitedLog
 from evenroute.dist.rebalancer.plan_cycle import PlanCycle
 from evenroute.dist.rebalancer.record_orders import PassOrders
 from evenroute.dist.rebalancer.recording import Recorder
@@ -20,6 +20,7 @@ from evenroute.dist.wire.control import (
     Answer,
     Done,
     ForeignVersionError,
+    LayerRequest,
     PlansOrder,
     RebalancerStatus,
     RecordRead,
@@ -106,6 +107,8 @@ class ControlService:
         match request:
             case StatusRequest():
                 return StatusAnswer(self._build_status(now))
+            case LayerRequest():
+                return self._plans.loads.of_layer(request.layer)
             case RecordRead():
                 return self._recorder.read(request)
             case RecordReport():

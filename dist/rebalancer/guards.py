@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenroute.dist.log import LimitedLog
 from evenroute.dist.protocol.rebalancer import RebalancerCore
-from evenroute.dist.rebalancer.log import LimitedLog
 from evenroute.dist.wire.link import RouterLink
 from evenroute.dist.wire.messages import JobShape, RankStatus
 from evenroute.eplb._io import visible

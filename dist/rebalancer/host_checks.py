@@ -24,7 +24,8 @@ from evenroute.dist.rebalancer.planner import (
 )
 from evenroute.dist.rebalancer.planner_child import PlanRequest
 from evenroute.dist.wire.address import Address, check_bind, parse_address
-from evenroute.dist.wire.keys import KNOWN_KEYS, ROLES, SERVER_FILE, load_server_keys
+from evenroute.dist.wire.keys import HTTP_TOKEN, KNOWN_KEYS, ROLES, SERVER_FILE, load_server_keys
+from evenroute.eplb._io import read_input_text
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.store.schema import APPLICATION_ID
@@ -96,22 +97,20 @@ def check_files(settings: RebalancerSettings, security: SecuritySettings) -> lis
         if ready.exists() and not ready.is_file():
             raise ValueError(f"rebalancer.ready_file: {ready} is not a regular file")
     _check_apart(names)
-    if settings.metrics_bind and address.port and address.endpoint == f"tcp://{settings.metrics_bind}":
-        raise ValueError(
-            f"rebalancer.metrics_bind: {settings.metrics_bind} is the address of rebalancer.bind too"
-        )
+    if settings.http_bind and address.port and address.endpoint == f"tcp://{settings.http_bind}":
+        raise ValueError(f"rebalancer.http_bind: {settings.http_bind} is the address of rebalancer.bind too")
     warnings = _check_keys(Path(security.keys)) if security.keys else []
     store = Path(settings.store)
     if store.exists() and (mode := stat.S_IMODE(store.stat().st_mode)) & 0o077:
         warnings.append(
             f"rebalancer.store: {store} has mode {mode:03o}: other users can read or write what it holds"
         )
-    if settings.metrics_bind:
-        metrics = parse_address(f"tcp://{settings.metrics_bind}", field="rebalancer.metrics_bind")
-        if not metrics.is_local:
+    if settings.http_bind:
+        address = parse_address(f"tcp://{settings.http_bind}", field="rebalancer.http_bind")
+        if not read_http_token(security) and not address.is_local:
             warnings.append(
-                f"rebalancer.metrics_bind: {settings.metrics_bind} is not a loopback address: anybody who reaches it "
-                "can read the metrics (model name, loads)"
+                f"rebalancer.http_bind: {settings.http_bind} is not a loopback address: anybody who reaches it "
+                "can read the metrics; the page and its API are off without a token (--http-token)"
             )
     return warnings
 
@@ -159,6 +158,24 @@ def _check_store(path: Path) -> None:
             )
 
 
+def read_http_token(security: SecuritySettings) -> str:
+    """The token of the page and its API, "" without one; ValueError or OSError for a file that holds none."""
+    path = Path(security.http_token or Path(security.keys) / HTTP_TOKEN)
+    if not security.http_token and not (security.keys and path.exists()):
+        return ""
+    try:
+        token = read_input_text(path).strip()
+    except OSError as error:
+        raise type(error)(f"security.http_token (--http-token): {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"security.http_token (--http-token): {error}") from None
+    if not 16 <= len(token) <= 512 or not token.isascii() or not token.isprintable():
+        raise ValueError(
+            f"security.http_token (--http-token): {path} holds no token: expected 16 to 512 ASCII signs"
+        )
+    return token
+
+
 def _check_keys(folder: Path) -> list[str]:
     """ValueError or OSError unless the rebalancer can use the folder; warnings where others can."""
     if folder.exists() and not folder.is_dir():
@@ -172,6 +189,7 @@ def _check_keys(folder: Path) -> list[str]:
     warnings = []
     for name, refused, whom in (
         (SERVER_FILE, stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP, "read or written"),
+        (HTTP_TOKEN, stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP, "read or written"),
         (KNOWN_KEYS, stat.S_IWOTH | stat.S_IWGRP, "written"),
         *((f"{role}.toml", stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP, "read or written") for role in ROLES),
     ):

@@ -19,12 +19,13 @@ from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.receipt import LoadView
 from evenroute.dist.protocol.types import Outgoing, PlacementInfo
 from evenroute.dist.rebalancer.decisions import LiveCosts, LivePolicy, earlier_placements, keep_start
+from evenroute.dist.rebalancer.interval_loads import IntervalLoads
 from evenroute.dist.rebalancer.intervals import lacking, most_windows, whole_windows
 from evenroute.dist.rebalancer.planner import PlannerError, PlannerProcess, decide_request, plan_request
 from evenroute.dist.rebalancer.planner_child import DecideRequest, PlanReply, PlanRequest
 from evenroute.dist.wire.messages import JobShape
 from evenroute.dist.wire.placement import unpack_placement
-from evenroute.eplb.loads.balance import balancedness, rank_loads
+from evenroute.eplb.loads.balance import balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.store.writer import HistoryStore
 
@@ -51,6 +52,7 @@ class PlanCycle:
         self.before_total: float | None = None
         self.before_per_layer: list[float | None] = []
         self.predicted: float | None = None
+        self.loads = IntervalLoads()
         self.waiting_for = ""
         self.last_action = ""  # of the last decision: stay, shares, moves or full
         self.last_reason = ""
@@ -177,7 +179,8 @@ class PlanCycle:
         return None if question is None else decide_request(question, self._policy.settings, self.cycle, live)
 
     def _measure(self, loads: NDArray[np.float64], live: Placement) -> None:
-        found = balancedness(rank_loads(loads, live))
+        self.loads = IntervalLoads.of(loads, live)
+        found = balancedness(self.loads.rank_loads)
         self.before_total = found.total
         self.before_per_layer = [
             float(value) if has else None for value, has in zip(found.per_layer, found.has_load, strict=True)

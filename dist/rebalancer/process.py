@@ -22,19 +22,19 @@ import msgspec
 import zmq
 
 from evenroute.dist.config import RebalancerConfig
+from evenroute.dist.log import LimitedLog, set_up_logging
 from evenroute.dist.membership.rebalancer import ElasticRebalancerCore
 from evenroute.dist.membership.service import MembershipService
 from evenroute.dist.protocol.types import Phase, Timeouts
 from evenroute.dist.rebalancer.control import ControlService
 from evenroute.dist.rebalancer.decisions import policy_settings
 from evenroute.dist.rebalancer.guards import FileWatch, JobGate, JobLock
-from evenroute.dist.rebalancer.host_checks import STORE_FIELD, check_host, lock_paths
-from evenroute.dist.rebalancer.log import LimitedLog, set_up_logging
-from evenroute.dist.rebalancer.metrics import MetricsServer
+from evenroute.dist.rebalancer.host_checks import STORE_FIELD, check_host, lock_paths, read_http_token
 from evenroute.dist.rebalancer.plan_cycle import PlanCycle
 from evenroute.dist.rebalancer.recording import Recorder
 from evenroute.dist.rebalancer.status import InUseLog, StatusBuilder
 from evenroute.dist.rebalancer.traffic import RankTraffic
+from evenroute.dist.web.process import WebProcess
 from evenroute.dist.wire.address import parse_address
 from evenroute.dist.wire.control import RebalancerStatus, encode_control
 from evenroute.dist.wire.keys import load_server_keys
@@ -61,7 +61,7 @@ class Rebalancer:
         self.config = config
         self.address = parse_address(settings.bind, field="rebalancer.bind (--bind)")
         self._lock = JobLock(lock_paths(settings.store, self.address), take_over=take_over)
-        self._metrics: MetricsServer | None = None
+        self._web: WebProcess | None = None
         self._link: RouterLink | None = None
         self._store: HistoryStore | None = None
         self._wake: tuple[socket.socket, socket.socket] | None = None
@@ -115,14 +115,9 @@ class Rebalancer:
         self._status_at = self._housekeeping_at = now
         self._stop_signal = 0
         self._last_status = self._build_status(now)
-        if settings.metrics_bind:
-            metrics = parse_address(f"tcp://{settings.metrics_bind}", field="rebalancer.metrics_bind")
-            self._metrics = MetricsServer(
-                metrics.host.strip("[]"),
-                metrics.port,
-                lambda: self._last_status,
-                settings.max_rank_silence_s,
-            )
+        self._web = WebProcess.of(self.config, read_http_token(security))
+        if self._web is not None:
+            self._web.feed(self._last_status, now)
 
     def _accept_job(self, job: JobShape) -> str | None:
         if not self.config.planner.function:
@@ -224,6 +219,8 @@ class Rebalancer:
         self._ranks.send(self.core.tick(now))
         self._ranks.send(self.plans.turn(now))
         self._ranks.send(self.membership.turn(now))
+        if self._web is not None:
+            self._web.turn(now)
         assert self._link is not None
         for peer, frame in self._control.orders(now):
             assert isinstance(peer, bytes)
@@ -269,6 +266,8 @@ class Rebalancer:
             self._log.turn(now)
             self.core.counters.store_errors += self._files.look()
             self._last_status = self._build_status(now)
+            if self._web is not None:
+                self._web.feed(self._last_status, now)
         if now - self._housekeeping_at >= _HOUSEKEEPING_S and self.core.phase is Phase.SERVING:
             settings = self.config.rebalancer
             before = time.time() - settings.keep_windows_s
@@ -294,8 +293,8 @@ class Rebalancer:
         if not path:
             return
         assert self._link is not None
-        metrics = "" if self._metrics is None else self._metrics.address
-        data = {"address": self._link.endpoint, "metrics": metrics, "pid": os.getpid()}
+        http = "" if self._web is None else self._web.address
+        data = {"address": self._link.endpoint, "http": http, "metrics": http, "pid": os.getpid()}
         partial = Path(f"{path}.{os.getpid()}.partial")
         partial.write_bytes(msgspec.json.encode(data) + b"\n")
         partial.replace(path)
@@ -323,7 +322,7 @@ class Rebalancer:
     def _release(self) -> None:
         if hasattr(self, "plans"):
             self.plans.close()
-        for part in (self._metrics, self._link, self._store):
+        for part in (self._web, self._link, self._store):
             if part is not None:
                 part.close()
         if self._wake is not None:

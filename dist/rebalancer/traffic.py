@@ -7,10 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from evenroute.dist.log import LimitedLog
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.types import Outgoing
 from evenroute.dist.rebalancer.guards import JobGate
-from evenroute.dist.rebalancer.log import LimitedLog
 from evenroute.dist.wire.control import RANK_ROLES
 from evenroute.dist.wire.link import Received, RouterLink
 from evenroute.dist.wire.messages import (

@@ -1,8 +1,8 @@
 """What operators and viewers say to the rebalancer, and its answers: the same socket as the ranks', another tag.
 
-Roles: a viewer may ask for the status and read recordings; an operator may also start and stop recordings,
-pause plans and roll back; a rank may
-only report on its recording of passes. On an address without keys every local peer may do all.
+Roles: a viewer may ask for the status and a layer's loads, and read recordings; an operator may also start and
+stop recordings, pause plans and roll back; a rank may only report on its recording of passes. On an address without
+keys every local peer may do all.
 
 Versions: every request carries `CONTROL_PROTOCOL`; one of another version is answered by `Refused`, which no version
 changes, with both numbers.
@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from evenroute.dist.wire.keys import LOCAL_ROLE
+from evenroute.dist.wire.membership import MembershipView
 from evenroute.dist.wire.messages import MessageError
 from evenroute.dist.wire.recording import (
     CONTROL_PROTOCOL,
@@ -76,12 +77,27 @@ class ScaleOrder(Struct, frozen=True, tag="scale", forbid_unknown_fields=True):
     protocol: int = CONTROL_PROTOCOL
 
 
+class LayerRequest(Struct, frozen=True, tag="layer", forbid_unknown_fields=True):
+    """What did this layer's ranks and experts carry in the last interval?"""
+
+    layer: Annotated[int, Meta(ge=0, lt=65536)]
+    protocol: int = CONTROL_PROTOCOL
+
+
 Request: TypeAlias = (
-    StatusRequest | RecordStart | RecordStop | RecordRead | PlansOrder | ScaleOrder | RecordReport
+    StatusRequest
+    | LayerRequest
+    | RecordStart
+    | RecordStop
+    | RecordRead
+    | PlansOrder
+    | ScaleOrder
+    | RecordReport
 )
 
 ALLOWED: dict[type, frozenset[str]] = {
     StatusRequest: frozenset({LOCAL_ROLE, "operator", "viewer"}),
+    LayerRequest: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     RecordRead: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     RecordStart: frozenset({LOCAL_ROLE, "operator"}),
     RecordStop: frozenset({LOCAL_ROLE, "operator"}),
@@ -173,14 +189,7 @@ class RebalancerStatus(Struct, frozen=True, forbid_unknown_fields=True):
     paused: bool = False  # an operator has stopped the plans
     last_action: str = ""
     last_reason: str = ""
-    membership: int = 0  # of a job whose ranks come and go: its number
-    membership_state: str = ""  # "" = they don't; serving, halted, changing, ended
-    membership_text: str = ""
-    membership_since_s: float = 0.0
-    members: list[int] = []  # number of each rank's process, by rank
-    ranks_wanted: int | None = None  # by `evenroute scale`
-    ranks_joining: int = 0
-    ranks_lost: int = 0  # in this life of the rebalancer
+    membership: MembershipView = MembershipView()  # of a job whose ranks come and go
     costs: str = ""  # what moves and imbalance cost, and whose figures these are, in one line
     slot_seconds: float | None = None  # that a moved slot costs its rank, ...
     step_seconds: float | None = None  # ... and a step of the last interval, as measured
@@ -190,6 +199,13 @@ class RebalancerStatus(Struct, frozen=True, forbid_unknown_fields=True):
     cost_gpu_seconds: float | None = None  # that moves have taken
     worth: str = ""  # both in one line, and whose figures they are
     shared_counts: bool = False  # all ranks see the same tokens: rank 0 counts and records for all
+    plans_overdue: bool = False  # several intervals went by without a plan that succeeded
+    rank_load: list[
+        float
+    ] = []  # of each rank over the mean of ranks, all layers, last interval; [] = no data
+    hottest_rank: list[int] = []  # of each layer, last interval; -1 = no data
+    hottest_expert: list[int] = []
+    hottest_expert_load: list[float] = []  # its part of the layer's load
 
     @property
     def healthy(self) -> bool:
@@ -229,6 +245,22 @@ class StatusAnswer(Struct, frozen=True, tag="status", forbid_unknown_fields=True
     status: RebalancerStatus
 
 
+class ExpertLoad(Struct, frozen=True, forbid_unknown_fields=True):
+    """An expert's part of its layer's load, and the ranks that hold it."""
+
+    expert: int
+    load: float
+    ranks: list[int]
+
+
+class LayerLoads(Struct, frozen=True, tag="layer", forbid_unknown_fields=True):
+    """Answer to `LayerRequest`: each rank's load over the mean, and the hottest experts; both [] without load."""
+
+    layer: int
+    rank_load: list[float]
+    experts: list[ExpertLoad]
+
+
 class Done(Struct, frozen=True, tag="done", forbid_unknown_fields=True):
     """It is done; `text` says what."""
 
@@ -242,7 +274,7 @@ class Refused(Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
 
 
 _Message = TypeVar("_Message", bound=Request | RecordOrder)
-Answer: TypeAlias = StatusAnswer | Recorded | Done | Refused | RecordOrder
+Answer: TypeAlias = StatusAnswer | LayerLoads | Recorded | Done | Refused | RecordOrder
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

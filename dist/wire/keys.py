@@ -1,12 +1,14 @@
 """CURVE keys and roles: key files, the list of known keys, and the ZAP handler that admits nobody else.
 
 A folder made by `evenroute keygen DIR` holds `rebalancer.toml` (secret), one secret file a role (`rank.toml`,
-`operator.toml`, `viewer.toml`: hand each to those who play that role) and `known_keys.toml` (public keys and roles).
+`operator.toml`, `viewer.toml`: hand each to those who play that role), `known_keys.toml` (public keys and roles) and
+`http_token` (secret, for those who look at the live page).
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import tomllib
 from dataclasses import dataclass, field
 from os import PathLike
@@ -21,6 +23,7 @@ from evenroute.eplb._io import read_input_text
 ROLES = ("rank", "operator", "viewer")
 KNOWN_KEYS = "known_keys.toml"
 SERVER_FILE = "rebalancer.toml"
+HTTP_TOKEN = "http_token"  # of the page and its API
 LOCAL_ROLE = "local"  # a peer on an address without keys: this host, this user; may do everything
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -87,7 +90,7 @@ def generate_keys(folder: str | PathLike[str]) -> list[Path]:
     """
     folder = require_path("folder", folder)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    names = [SERVER_FILE, *(f"{role}.toml" for role in ROLES), KNOWN_KEYS]
+    names = [SERVER_FILE, *(f"{role}.toml" for role in ROLES), KNOWN_KEYS, HTTP_TOKEN]
     for name in names:
         if (folder / name).exists():
             raise FileExistsError(f"keys: {folder / name} exists; keys are never overwritten")
@@ -103,6 +106,7 @@ def generate_keys(folder: str | PathLike[str]) -> list[Path]:
         )
         known.append(f'[[key]]\nrole = "{role}"\npublic_key = "{role_public}"\n')
     _write_private(folder / KNOWN_KEYS, "\n".join(known))
+    _write_private(folder / HTTP_TOKEN, f"{secrets.token_urlsafe(24)}\n")
     return [folder / name for name in names]
 
 

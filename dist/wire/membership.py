@@ -129,6 +129,25 @@ class Gone(Struct, frozen=True, tag="gone", forbid_unknown_fields=True):
     identity: Int62
 
 
+class MembershipView(Struct, frozen=True, forbid_unknown_fields=True):
+    """What is shown of a job whose ranks come and go.
+
+    ``state``: "" (they don't), "serving", "halted", "changing" or "ended", for ``since_s``; ``text``: one line on it.
+    ``members``: number of each rank's process, by rank; ``wanted``: ranks, by `evenroute scale`; ``joining``: processes
+    that ask to; ``lost``: ranks, in this life of the rebalancer; ``changes``: announced ones.
+    """
+
+    state: str = ""
+    number: int = 0
+    members: list[int] = []
+    wanted: int | None = None
+    joining: int = 0
+    lost: int = 0
+    changes: int = 0
+    since_s: float = 0.0
+    text: str = ""
+
+
 # -------------------------------------------------------------------------------------------- down
 
 
@@ -247,6 +266,7 @@ __all__ = [
     "MemberReport",
     "MemberUp",
     "MembershipRecord",
+    "MembershipView",
     "RecordMessage",
     "RecordRequest",
     "decode_member_down",

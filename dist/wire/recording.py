@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from evenroute.dist.wire.messages import Count, Int62
 
-CONTROL_PROTOCOL: Final = 3
+CONTROL_PROTOCOL: Final = 4
 """Version of everything on the control channel: 2 brought recordings of passes, 3 pause and rollback.
 Another version is refused by name."""
 

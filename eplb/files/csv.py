@@ -106,9 +106,9 @@ def _long_form(rows: list[list[str]], places: dict[str, int]) -> Counts:
         raise ValueError(
             f"layer {shape[0] - 1} and expert {shape[1] - 1}, expected at most {_MOST_PLACES} places"
         )
-    values = _array(list(found.values()))
-    counts: Counts = np.zeros(shape, values.dtype)
-    counts[tuple(np.array(list(found)).T)] = values
+    given = _array(list(found.values()))
+    counts: Counts = np.zeros(shape, np.int64) if given.dtype.kind == "i" else np.zeros(shape)
+    counts[tuple(np.array(list(found)).T)] = given
     return counts
 
 

@@ -28,7 +28,7 @@ class CountTotal:
         if self._exact is None:
             return
         if counts.dtype.kind == "i" and self.floats.max(initial=0.0) < _EXACT_BELOW:
-            self._exact += counts
+            self._exact += counts.astype(np.int64, copy=False)
         else:
             self._exact = None
 

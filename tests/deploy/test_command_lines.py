@@ -132,7 +132,7 @@ def test_settings_pass_check_config(path: Path, tmp_path: Path) -> None:
     outcome = evenroute("rebalancer", "--config", moved, "--check-config")
     assert outcome.status == 0, outcome.err
     # A Prometheus in another pod has to reach the metrics; base/network-policy.yaml says who may.
-    assert [line for line in outcome.err.splitlines() if "rebalancer.metrics_bind" not in line] == []
+    assert [line for line in outcome.err.splitlines() if "rebalancer.http_bind" not in line] == []
     assert "settings are good" in outcome.out
 
 
@@ -143,7 +143,7 @@ def test_a_misspelt_key_in_a_settings_file_is_refused_with_the_nearest(tmp_path:
     for text, wrong, right in (
         ("[planner]\nnum_wait_woker_iterations = 5\n", "num_wait_woker_iterations", "expected one of"),
         ("[planner]\nintervall = 5\n", "intervall", "'interval'"),
-        ("[rebalancer]\nmetric_bind = '127.0.0.1:1'\n", "metric_bind", "'metrics_bind'"),
+        ("[rebalancer]\nmetric_bind = '127.0.0.1:1'\n", "metric_bind", "'http_bind'"),
         ("[planer]\ninterval = 5\n", "planer", "'planner'"),
     ):
         path = tmp_path / "wrong.toml"

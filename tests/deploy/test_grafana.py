@@ -8,13 +8,13 @@ import urllib.request
 
 import pytest
 
-from evenroute.dist.rebalancer.metrics import COUNTERS, GAUGES, metric_names
+from evenroute.dist.web.metrics import COUNTERS, GAUGES, metric_names
 from evenroute.dist.wire.messages import JobShape
 from evenroute.tools.run.simulated_job import SimulatedJob
 from support.control_plane import RebalancerProcess, wait_for
 from support.dashboard import DASHBOARD, dashboard, queries
 
-FLAGS = ["--interval", "3600", "--planner", "support.stub_planner:plan", "--metrics-bind", "127.0.0.1:0"]
+FLAGS = ["--interval", "3600", "--planner", "support.stub_planner:plan", "--http-bind", "127.0.0.1:0"]
 NAME = re.compile(r"evenroute_\w+")
 
 

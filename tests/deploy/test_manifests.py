@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
+from evenroute.dist.engines.plugin import read_settings
 from support.deploy_files import (
     DEPLOY,
     OVERLAYS,
@@ -195,11 +196,39 @@ def test_images_are_those_of_the_dockerfiles(rendered: list[Manifest]) -> None:
 
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     everything = [*rendered]
-    for path in (DEPLOY / "kubernetes/kubeflow").glob("*.yaml"):
-        everything += documents(path.read_text())
+    for folder in ("kubeflow", "vllm"):
+        for path in (DEPLOY / "kubernetes" / folder).glob("*.yaml"):
+            everything += documents(path.read_text())
     images = {c["image"] for m in everything for c in containers(m) if "image" in c}
     dockerfiles = {path.name.removesuffix(".Dockerfile") for path in (DEPLOY / "docker").glob("*.Dockerfile")}
     assert images == {f"evenroute/{name}:{version}" for name in dockerfiles}
+
+
+def test_vllm_takes_its_settings_and_finds_the_rebalancer(rendered: list[Manifest]) -> None:
+    manifests = documents((DEPLOY / "kubernetes/vllm/vllm.yaml").read_text())
+    [stateful_set] = by_kind(manifests, "StatefulSet")
+    [container] = containers(stateful_set)
+    found = read_settings("vLLM", None, {item["name"]: item["value"] for item in container["env"]})
+    assert found is not None
+    host, port = found.agent.rebalancer.removeprefix("tcp://").split(":")
+    [service] = [one for one in by_kind(rendered, "Service") if one["metadata"]["name"] == host]
+    assert int(port) in {one["port"] for one in service["spec"]["ports"]}
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert str(Path(found.agent.keys).parent) in mounts
+    assert {"--enable-expert-parallel", "--enable-eplb"} <= set(container["args"])
+    [own] = by_kind(manifests, "Service")
+    labels = stateful_set["spec"]["template"]["metadata"]["labels"]
+    assert own["spec"]["selector"].items() <= labels.items()
+    [policy] = [
+        p for p in by_kind(rendered, "NetworkPolicy") if p["metadata"]["name"] == "evenroute-rebalancer"
+    ]
+    peers = [
+        peer["podSelector"]["matchLabels"]
+        for rule in policy["spec"]["ingress"]
+        for peer in rule.get("from", [])
+        if "podSelector" in peer
+    ]
+    assert any(peer.items() <= labels.items() for peer in peers)  # as the ranks of an overlay
 
 
 def test_overlays_name_files_that_exist_or_that_keygen_makes() -> None:

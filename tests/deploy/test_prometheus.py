@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import yaml
 
-from evenroute.dist.rebalancer import metrics
+from evenroute.dist.web import metrics
 from support.deploy_files import DEPLOY, documents
 from support.fake_control import status
 from support.manifest_schemas import RULE_FILE, SCRAPE_FILE
@@ -58,7 +58,13 @@ def test_names_are_unique() -> None:
 
 def test_what_the_design_asks_for_is_alerted() -> None:
     text = " ".join(rule["expr"] for rule in rules())
-    for name in ("balancedness_total", "rank_last_step", "plans_total", "live_layers_behind", "rank_version"):
+    for name in (
+        "balancedness_all_layers",
+        "rank_last_step",
+        "plans_total",
+        "live_layers_behind",
+        "rank_version",
+    ):
         assert f"evenroute_{name}" in text
 
 
@@ -71,6 +77,8 @@ def test_every_alert_has_a_runbook_entry_and_no_entry_is_left_over() -> None:
     text = (DEPLOY / "README.md").read_text()
     entries = re.findall(r"^### (Evenroute[A-Za-z]+)", text, flags=re.MULTILINE)
     assert sorted(entries) == sorted(RULE_IDS)
+    for rule in rules():
+        assert rule["annotations"]["runbook_url"].endswith(f"#{rule['alert'].lower()}")
 
 
 def test_results_are_counted_from_zero_so_that_the_first_failure_is_an_increase() -> None:
@@ -93,6 +101,18 @@ def test_a_rank_that_falls_silent_is_no_longer_heard() -> None:
     gauges = metrics.gauge_values(msgspec.structs.replace(known, ranks=ranks), max_rank_silence_s=10.0)
     assert gauges["ranks"] == [(("expected",), 3.0), (("heard",), 1.0)]
     assert [labels for labels, _ in gauges["rank_silence_seconds"]] == [("0",), ("1",)]
+
+
+def test_metrics_of_ranks_and_layers_are_bounded_and_show_the_worst() -> None:
+    known = status(num_ranks=3000)
+    ranks = [msgspec.structs.replace(rank, heard_s_ago=rank.rank / 100) for rank in known.ranks]
+    changes = {"ranks": ranks, "rank_load": [1 + rank / 3000 for rank in range(3000)]}
+    gauges = metrics.gauge_values(msgspec.structs.replace(known, **changes), max_rank_silence_s=10.0)
+    assert {len(samples) <= metrics.MAX_SERIES for samples in gauges.values()} == {True}
+    assert gauges["rank_load"][0] == (("2999",), 1 + 2999 / 3000)
+    assert gauges["rank_silence_seconds"][0] == (("2999",), 29.99)
+    assert gauges["series_left_out"] == [((), 3000.0 - metrics.MAX_SERIES)]
+    assert not any(name.endswith("_total") for name in metrics.GAUGES)
 
 
 def test_scrape_file() -> None:

@@ -52,7 +52,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     target = f"127.0.0.1:{free_port()}"
     # Limits that a busy host keeps; sharper ones would make a healthy job raise something now and then.
     settings = (
-        f'[rebalancer]\nmetrics_bind = "{target}"\nmax_rank_silence_s = 4.0\n[planner]\ndegraded_after = 20\n'
+        f'[rebalancer]\nhttp_bind = "{target}"\nmax_rank_silence_s = 4.0\n[planner]\ndegraded_after = 20\n'
     )
     # Even traffic: every plan is worth next to nothing, none is needed, and yet versions follow each other.
     options = {"endless": True, "skew": 0.0, "step_s": 0.04}

@@ -57,7 +57,7 @@ def whole(low: int, high: int) -> dict[object, str | None]:
 WRONG: dict[tuple[str, str], dict[object, str | None]] = {
     ("rebalancer", "bind"): {**TEXT, "x": "ipc://PATH or tcp://HOST:PORT", "tcp://:5": "'tcp://:5' found", "tcp://h:65536": "port 0..65535", "tcp://a b:5": "expected a host of letters", "tcp://h;x:5": "expected a host", "ipc://": "'ipc://' found", "ipc:///" + "x" * 108: "at most 107 allowed"},
     ("rebalancer", "store"): TEXT,
-    ("rebalancer", "metrics_bind"): {**TEXT, "x": "'x' found, expected HOST:PORT", "9100": "'9100' found, expected HOST:PORT", ":9100": "':9100' found, expected HOST:PORT", "h:": "'h:' found", "h:99999": "port 0..65535", "h:-1": "found", "http://h:5": "'http://h:5' found, expected HOST:PORT", "ipc:///x": "HOST:PORT", "a b:5": "HOST:PORT", "[::1]:0": None},
+    ("rebalancer", "http_bind"): {**TEXT, "x": "'x' found, expected HOST:PORT", "9100": "'9100' found, expected HOST:PORT", ":9100": "':9100' found, expected HOST:PORT", "h:": "'h:' found", "h:99999": "port 0..65535", "h:-1": "found", "http://h:5": "'http://h:5' found, expected HOST:PORT", "ipc:///x": "HOST:PORT", "a b:5": "HOST:PORT", "[::1]:0": None},
     ("rebalancer", "ready_file"): TEXT,
     ("rebalancer", "log_level"): {"INFO": "debug | info | warning | error", "": "debug | info", 3: "found, expected str"},
     ("rebalancer", "keep_windows_s"): KEEP,
@@ -79,6 +79,7 @@ WRONG: dict[tuple[str, str], dict[object, str | None]] = {
     ("planner", "degraded_after"): whole(1, 10**9),
     ("planner", "function"): {"plan": "MODULE:FUNCTION", "": None, "a b:c": "MODULE:FUNCTION", "a:b:c": "MODULE:FUNCTION", 1: "expected str"},
     ("security", "keys"): TEXT,
+    ("security", "http_token"): TEXT,
     ("security", "insecure"): SWITCH,
     ("agent", "rebalancer"): {**TEXT, "x": "ipc://PATH or tcp://HOST:PORT", "tcp://h:0": "an address to connect to", "tcp://h:*": "an address to connect to", "tcp://*:7": "an address to connect to"},
     ("agent", "keys"): TEXT,
@@ -184,8 +185,8 @@ def refused(tmp_path: Path, said: str, *words: object) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--metrics-bind", "x"], "rebalancer.metrics_bind: 'x' found, expected HOST:PORT"),
-        (["--metrics-bind", ""], "rebalancer.metrics_bind: --metrics-bind '' found, expected HOST:PORT"),
+        (["--http-bind", "x"], "rebalancer.http_bind: 'x' found, expected HOST:PORT"),
+        (["--http-bind", ""], "rebalancer.http_bind: --http-bind '' found, expected HOST:PORT"),
         (["--store", ""], "rebalancer.store: --store '' found, expected a file's name, in a folder that exists"),
         (["--bind", ""], "rebalancer.bind: --bind '' found, expected ipc://PATH"),
         (["--bind", "no"], "rebalancer.bind: 'no' found, expected ipc://PATH"),
@@ -214,7 +215,7 @@ def refused(tmp_path: Path, said: str, *words: object) -> None:
         (["--ready-file", "{tmp}/keys"], "rebalancer.ready_file: {tmp}/keys is a folder"),
         (["--store", "{tmp}/r.sock"], "rebalancer.bind: {tmp}/r.sock is the file of rebalancer.store too"),
         (["--store", "{tmp}/file"], "exists and is not an evenroute store"),
-        (["--bind", "tcp://127.0.0.1:7000", "--metrics-bind", "127.0.0.1:7000"], "the address of rebalancer.bind too"),
+        (["--bind", "tcp://127.0.0.1:7000", "--http-bind", "127.0.0.1:7000"], "the address of rebalancer.bind too"),
     ],
 )  # fmt: skip
 def test_flags_and_files(tmp_path: Path, words: list[str], said: str) -> None:
@@ -228,14 +229,14 @@ def test_what_is_good_passes(tmp_path: Path) -> None:
     words = [
         "--keys",
         tmp_path / "keys",
-        "--metrics-bind",
+        "--http-bind",
         "[::1]:0",
         "--ready-file",
         tmp_path / "ready.json",
     ]
     found = check(tmp_path, *words, "--bind", "tcp://0.0.0.0:0", "--interval", "4w")
     assert (found.status, found.err) == (0, "")
-    assert "rebalancer.metrics_bind='[::1]:0'" in found.out
+    assert "rebalancer.http_bind='[::1]:0'" in found.out
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
@@ -311,3 +312,28 @@ def test_a_planner_of_ones_own_is_tried(tmp_path: Path, function: str, status: i
     for part in said.split(" | "):
         assert part in found.stderr
     assert len(found.stderr.splitlines()) == (1 if said else 0)
+
+
+def test_a_former_name_is_taken_for_the_new_one(tmp_path):
+    """`metrics_bind` of 0.1.0 is `http_bind`; both at once are one too many."""
+    file = tmp_path / "evenroute.toml"
+    file.write_text("[rebalancer]\nmetrics_bind = '127.0.0.1:9421'\n")
+    assert load_config(file).rebalancer.http_bind == "127.0.0.1:9421"
+    file.write_text("[rebalancer]\nmetrics_bind = '127.0.0.1:9421'\nhttp_bind = '127.0.0.1:1'\n")
+    with pytest.raises(ValueError, match="http_bind is given under its former name too"):
+        load_config(file)
+
+
+@pytest.mark.parametrize("content", ["", "short", "x" * 600, "a token with \x01 in it"])
+def test_a_file_that_holds_no_token_is_refused(content, tmp_path):
+    from evenroute.dist.rebalancer.host_checks import read_http_token
+
+    file = tmp_path / "token"
+    file.write_text(content)
+    with pytest.raises(ValueError, match="holds no token: expected 16 to 512 ASCII signs"):
+        read_http_token(SecuritySettings(http_token=str(file)))
+    with pytest.raises(OSError, match="No such file"):
+        read_http_token(SecuritySettings(http_token=str(tmp_path / "absent")))
+    (tmp_path / "http_token").write_text("0123456789abcdef\n")
+    assert read_http_token(SecuritySettings(keys=str(tmp_path))) == "0123456789abcdef"
+    assert read_http_token(SecuritySettings()) == ""

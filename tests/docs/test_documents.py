@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import evenroute
-from evenroute.dist.rebalancer.metrics import metric_names
+from evenroute.dist.web.metrics import metric_names
 from evenroute.tools import sglang as adapter_sglang
 from evenroute.tools.cli import command_names
 from support.command_lines import INLINE, all_flags, commands_in_line, parse_any, parse_evenroute, shell_lines
@@ -47,6 +47,15 @@ FOREIGN_FLAGS = {
         "--outdir",
         "--disable-shared-experts-fusion",
     ),
+    # vLLM's
+    *(
+        "--additional-config",
+        "--tensor-parallel-size",
+        "--data-parallel-size",
+        "--moe-backend",
+        "--all2all-backend",
+    ),
+    "--expert-placement-strategy",
 }
 PLACEHOLDER = re.compile(r"[<>*{}$\[\]]|\.\.\.|…")
 

@@ -10,7 +10,16 @@ from typing import Any
 import msgspec
 import zmq
 
-from evenroute.dist.wire.control import RankHealth, RebalancerStatus, Refused, StatusAnswer, encode_control
+from evenroute.dist.wire.control import (
+    LayerLoads,
+    LayerRequest,
+    RankHealth,
+    RebalancerStatus,
+    Refused,
+    StatusAnswer,
+    decode_request,
+    encode_control,
+)
 from evenroute.dist.wire.link import CONTROL_TAG
 
 
@@ -64,7 +73,10 @@ def status(num_ranks: int = 4, **changes: Any) -> RebalancerStatus:
 class FakeControl:
     """Answers the n-th request with the n-th status (the last one again and again); None = no answer."""
 
-    def __init__(self, folder: Path, answers: Sequence[RebalancerStatus | str | None]) -> None:
+    def __init__(
+        self, folder: Path, answers: Sequence[RebalancerStatus | str | None], layer: LayerLoads | None = None
+    ) -> None:
+        self._layer = layer
         self.address = f"ipc://{folder}/fake.sock"
         self.requests = 0
         self._answers = list(answers)
@@ -78,8 +90,12 @@ class FakeControl:
         while not self._ending.is_set():
             if not self._socket.poll(50):
                 continue
-            peer, tag, _ = self._socket.recv_multipart()
+            peer, tag, frame = self._socket.recv_multipart()
             assert tag == CONTROL_TAG
+            if isinstance(decode_request(frame), LayerRequest):
+                assert self._layer is not None
+                self._socket.send_multipart([peer, CONTROL_TAG, encode_control(self._layer)])
+                continue
             answer = self._answers[min(self.requests, len(self._answers) - 1)]
             if isinstance(answer, RebalancerStatus):
                 self._socket.send_multipart([peer, CONTROL_TAG, encode_control(StatusAnswer(answer))])

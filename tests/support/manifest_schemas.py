@@ -338,7 +338,14 @@ RULE: Schema = {
             expr=STRING,
             **{"for": DURATION},
             labels=obj("severity", severity=one_of("critical", "warning", "info")),
-            annotations=obj("summary", "description", summary=STRING, description=STRING, runbook=STRING),
+            annotations=obj(
+                "summary",
+                "description",
+                "runbook_url",
+                summary=STRING,
+                description=STRING,
+                runbook_url=STRING,
+            ),
         ),
         obj("record", "expr", record={"type": "string", "pattern": "^[a-z_]+(:[a-z0-9_]+)+$"}, expr=STRING),
     ]

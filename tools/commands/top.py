@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from evenroute.tools.options import Address
+
+if TYPE_CHECKING:
+    from evenroute.dist.client import ControlClient
+    from evenroute.tools.report.top import Screen
 
 Keys = Annotated[Path | None, typer.Option(help="viewer.toml or operator.toml.")]
 Interval = Annotated[float, typer.Option(help="Seconds between two looks.")]
@@ -23,7 +27,7 @@ def top(
     frames: Frames = None,
     timeout: Timeout = 5.0,
 ) -> None:
-    """Balancedness, versions, lag and a map of all ranks, live; ends with Ctrl-C.
+    """Balancedness, the hottest layers and ranks, versions and lag, live; ends with q or Ctrl-C.
 
     Exit status as `status`: 0 healthy, 1 degraded, 2 unreachable; 130 for Ctrl-C before the first answer.
     """
@@ -52,37 +56,54 @@ def watch(
     from rich.console import Console
     from rich.live import Live
 
-    from evenroute.dist.client import ControlClient, RefusedError, UnreachableError
-    from evenroute.dist.wire.control import Refused, StatusAnswer, StatusRequest
+    from evenroute.dist.client import ControlClient, UnreachableError
+    from evenroute.tools.report.keys import single_keys
     from evenroute.tools.report.top import Screen
 
     assert isinstance(console, Console)
     screen, status, looks = Screen(), 2, 0
     with (
         ControlClient(address, keys=keys, timeout_s=timeout) as client,
+        single_keys(console.is_terminal) as typed,
         Live(console=console, screen=console.is_terminal, auto_refresh=False, transient=False) as live,
     ):
         try:
             while frames is None or looks < frames:
                 began = time.monotonic()
                 try:
-                    answer = client.ask(StatusRequest())
+                    _look(client, screen)
+                    status = 0 if screen.healthy else 1
                 except UnreachableError as error:
                     if not looks:
                         raise
                     screen.lost(str(error), time.time())
                     status = 2
-                else:
-                    if not isinstance(answer, StatusAnswer):
-                        reason = answer.reason if isinstance(answer, Refused) else "unexpected answer"
-                        raise RefusedError(reason)
-                    screen.feed(answer.status, time.time())
-                    status = 0 if answer.status.healthy else 1
                 looks += 1
                 live.update(screen.render(console.width, console.height), refresh=True)
-                if frames is None or looks < frames:
-                    time.sleep(max(0.0, interval - (time.monotonic() - began)))
+                while frames is None or looks < frames:
+                    pressed = typed.pressed(interval - (time.monotonic() - began))
+                    if not all(map(screen.key, pressed)):
+                        return status
+                    if not pressed:
+                        break
+                    live.update(screen.render(console.width, console.height), refresh=True)
+                    if screen.asks:
+                        break
         except KeyboardInterrupt:
             if not looks:
                 raise
     return status
+
+
+def _look(client: ControlClient, screen: Screen) -> None:
+    """Ask for the status, and for the layer that is shown; RefusedError with the rebalancer's reason."""
+    from evenroute.dist.client import RefusedError
+    from evenroute.dist.wire.control import LayerLoads, LayerRequest, Refused, StatusAnswer, StatusRequest
+
+    answer = client.ask(StatusRequest())
+    if not isinstance(answer, StatusAnswer):
+        raise RefusedError(answer.reason if isinstance(answer, Refused) else "unexpected answer")
+    screen.feed(answer.status, time.time())
+    if screen.layer is not None:
+        detail = client.ask(LayerRequest(screen.layer))
+        screen.detail = detail if isinstance(detail, LayerLoads) else None

@@ -72,7 +72,7 @@ class ElasticRun:
             self.launcher.start(self.ranks)
             self.until(lambda: len(self.serving(1)) == self.ranks, 120.0, "the job's start")
             self.until(
-                lambda: self.status_field("membership") == 1, 30.0, "the rebalancer to take the job up"
+                lambda: self.status_field("membership").number == 1, 30.0, "the rebalancer to take the job up"
             )
         except BaseException:
             self.__exit__(None, None, None)

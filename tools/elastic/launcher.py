@@ -134,11 +134,12 @@ class Launcher:
             status = query_status(rebalancer, keys=keys, timeout_s=1.0)
         except (OSError, ValueError, TimeoutError):
             return 0
-        if status.ranks_wanted is None or not status.membership:
+        view = status.membership
+        if view.wanted is None:
             return 0
         own = len(self.living())
-        others = max(0, len(status.members) - own)  # another host's launcher has them
-        return max(0, status.ranks_wanted - others - own)
+        others = max(0, len(view.members) - own)  # another host's launcher has them
+        return max(0, view.wanted - others - own)
 
     def status(self) -> int:
         """Exit status of the run: 0 if some process ended as it should and none that still counted did otherwise."""

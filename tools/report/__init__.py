@@ -9,4 +9,6 @@ facts      what inspect gathers
 advice     the text of advise
 replay     the table of replay
 top        the screen of top
+top_tables its layers, ranks and maps
+keys       single keys from a terminal
 """

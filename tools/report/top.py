@@ -10,16 +10,26 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from evenroute.dist.wire.control import RankHealth, RebalancerStatus
+from evenroute.dist.wire.control import LayerLoads, RankHealth, RebalancerStatus
 from evenroute.tools.report.advice import duration
-from evenroute.tools.report.text import BLOCKS, number, sparkline
-from evenroute.tools.report.words import one_line, short
+from evenroute.tools.report.text import number, sparkline
+from evenroute.tools.report.top_tables import (
+    BAR,
+    LAYER_SORTS,
+    RANK_SORTS,
+    SILENT_S,
+    layer_detail,
+    layer_strip,
+    layers_table,
+    rank_map,
+    ranks_table,
+    side_by_side,
+    sorted_layers,
+)
+from evenroute.tools.report.words import one_line
 
 HISTORY = 240
 DECISIONS = 8
-SILENT_S = 5.0
-# Shade by steps behind the most advanced rank's last stored step.
-SHADES = ((0, "green"), (1, "yellow"), (4, "dark_orange"), (16, "red"))
 
 
 def key_text(key: tuple[int, int]) -> str:
@@ -40,6 +50,10 @@ class Screen:
         self._last_at = 0.0
         self._rates: dict[str, float] = {}
         self.unreachable: str | None = None
+        self.layer: int | None = None  # shown by itself
+        self.detail: LayerLoads | None = None
+        self._on_layers = True
+        self._chosen = self._layer_sort = self._rank_sort = 0
 
     def feed(self, status: RebalancerStatus, now: float) -> None:
         """The next status; ``now`` in seconds since 1970."""
@@ -60,21 +74,87 @@ class Screen:
             self.decisions.append((now, "no answer"))
         self.unreachable = reason
 
+    @property
+    def healthy(self) -> bool:
+        """Whether the last status was."""
+        return self._last is not None and self._last.healthy
+
+    @property
+    def asks(self) -> bool:
+        """Whether a layer is to be shown whose loads are not known yet."""
+        return self.layer is not None and (self.detail is None or self.detail.layer != self.layer)
+
+    def key(self, name: str) -> bool:
+        """A key was pressed; False when it ends the screen."""
+        if name in ("q", "ctrl-c"):
+            return False
+        status = self._last
+        layers = [] if status is None else sorted_layers(status, LAYER_SORTS[self._layer_sort])
+        if self.layer is not None:
+            if name in ("escape", "left", "backspace"):
+                self.layer, self.detail = None, None
+            elif name in ("up", "down") and layers:
+                self.layer = (self.layer + (1 if name == "down" else -1)) % len(layers)
+            return True
+        many = len(layers) if self._on_layers else len(status.ranks) if status is not None else 0
+        jump = {"up": -1, "down": 1, "page-up": -10, "page-down": 10, "home": -many, "end": many}.get(name)
+        if jump is not None:
+            self._chosen = max(0, min(self._chosen + jump, many - 1))
+        elif name in ("tab", "left", "right"):
+            self._on_layers, self._chosen = not self._on_layers, 0
+        elif name == "s":
+            self._chosen = 0
+            if self._on_layers:
+                self._layer_sort = (self._layer_sort + 1) % len(LAYER_SORTS)
+            else:
+                self._rank_sort = (self._rank_sort + 1) % len(RANK_SORTS)
+        elif name == "enter" and self._on_layers and self._chosen < len(layers):
+            self.layer = layers[self._chosen]
+        return True
+
     def render(self, width: int, height: int) -> RenderableType:
         """The screen for a terminal of this size."""
         status = self._last
         if status is None:
             return Text(self.unreachable or "waiting for the first answer", style="yellow")
-        parts: list[RenderableType] = [self._head(status), Text(), self._figures(status, width), Text()]
-        used = 15 + len(status.degraded) + DECISIONS + bool(status.last_reason) + bool(status.worth)
-        parts += [
-            layer_strip(status, width),
-            Text(),
-            rank_map(status.ranks, width, max(height - used, 3)),
-            Text(),
-        ]
-        parts += [self._decided()]
-        return Group(*parts)
+        if not status.ep_size:
+            told = "waiting for a job: no rank has been heard; ranks find it by AgentConfig(rebalancer=...)"
+            return Group(self._head(status), Text(), Text(told, style="yellow"), Text(), self._help(width))
+        figures = self._figures(status, width, short=height < 36)
+        head = 1 + len(status.degraded) + figures.row_count
+        airy = height >= 36
+        map_room = max(min(height // 8, 1 + -(-len(status.ranks) // 64) + airy), 2 + airy)
+        decided = min(DECISIONS, max(2, height // 8))
+        gaps = 5 if airy else 1
+        room = max(height - head - gaps - map_room - decided - 4, 3)
+        gap = [Text()] if airy else []
+        parts: list[RenderableType] = [self._head(status), *gap, figures, Text()]
+        if self.layer is not None:
+            parts.append(layer_detail(status, self.layer, self.detail, width, room + map_room + 2))
+        else:
+            parts += [self._tables(status, width, room), *gap, layer_strip(status, width), *gap]
+            parts += [rank_map(status.ranks, width, map_room, legend=airy), *gap]
+        return Group(*parts, self._decided(decided - 1), self._help(width))
+
+    def _tables(self, status: RebalancerStatus, width: int, room: int) -> RenderableType:
+        on_layers, chosen = self._on_layers, self._chosen
+        wide = 2 * BAR if width >= 160 else BAR
+        layers = layers_table(
+            status, LAYER_SORTS[self._layer_sort], chosen if on_layers else 0, room, on_layers, wide
+        )
+        ranks = ranks_table(
+            status, RANK_SORTS[self._rank_sort], 0 if on_layers else chosen, room, not on_layers, wide
+        )
+        if width < 110:  # one at a time
+            return layers if on_layers else ranks
+        return side_by_side(layers, ranks)
+
+    def _help(self, width: int) -> Text:
+        if self.layer is not None:
+            keys = "q quit  up/down another layer  esc back"
+        else:
+            keys = "q quit  up/down choose  enter layer  s sort  tab ranks or layers"
+        return Text(keys, style="dim", no_wrap=True, overflow="ellipsis")
 
     def _head(self, status: RebalancerStatus) -> RenderableType:
         line = Text()
@@ -90,7 +170,7 @@ class Screen:
         reasons = [Text(f"  ! {one_line(reason)}", style="red") for reason in status.degraded]
         return Group(line, *reasons)
 
-    def _figures(self, status: RebalancerStatus, width: int) -> Table:
+    def _figures(self, status: RebalancerStatus, width: int, *, short: bool) -> Table:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column(no_wrap=True)
@@ -112,7 +192,8 @@ class Screen:
             f"{status.num_logical_experts} experts, {status.num_slots} slots on {status.ep_size} ranks",
         )
         grid.add_row("version", f"newest {key_text(status.newest)}, in use {live}")
-        grid.add_row("held", held_versions(status.ranks))
+        if not short or len({rank.held for rank in status.ranks}) > 1:
+            grid.add_row("held", held_versions(status.ranks))
         grid.add_row("plans", plan)
         if status.last_reason:
             grid.add_row("decision", one_line(status.last_reason))
@@ -126,13 +207,13 @@ class Screen:
         grid.add_row(
             "balanced",
             f"{number(status.balancedness_total)}, newest plan predicts {number(status.balancedness_predicted)}  "
-            + sparkline(list(self.balance), max(min(width - 60, 60), 8)),
+            + sparkline(list(self.balance), max(min(width - 60, 120), 8)),
         )
         return grid
 
-    def _decided(self) -> RenderableType:
+    def _decided(self, most: int) -> RenderableType:
         lines = [Text("Seen since top started", style="bold")]
-        for moment, text in self.decisions:
+        for moment, text in list(self.decisions)[-most:]:
             lines.append(Text(f"  {time.strftime('%H:%M:%S', time.gmtime(moment))} {text}", no_wrap=True))
         if len(lines) == 1:
             lines.append(Text("  nothing changed yet"))
@@ -203,72 +284,3 @@ def _names(ranks: set[int]) -> str:
     listed = sorted(ranks)
     more = f" and {len(listed) - 6} more" if len(listed) > 6 else ""
     return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed[:6]))}{more}"
-
-
-def layer_strip(status: RebalancerStatus, width: int) -> RenderableType:
-    """One character per layer (or group of layers): balancedness of the last interval."""
-    values = status.balancedness_per_layer
-    known = [value for value in values if value is not None]
-    if not known:
-        return Text("Layers: no data yet")
-    worst = min(range(len(values)), key=lambda i: 2.0 if values[i] is None else values[i])  # type: ignore[arg-type, return-value]
-    line = Text(f"Layers, worst {worst}: {number(values[worst])}  ", style="bold")
-    room = max(width - len(line.plain) - 1, 16)
-    groups = min(room, len(values))
-    for group in range(groups):
-        part = values[group * len(values) // groups : (group + 1) * len(values) // groups]
-        lowest = min((value for value in part if value is not None), default=None)
-        if lowest is None:
-            line.append("·", style="dim")
-        else:
-            style = "green" if lowest > 0.9 else "yellow" if lowest > 0.75 else "red"
-            line.append(BLOCKS[min(int(lowest * len(BLOCKS)), len(BLOCKS) - 1)], style=style)
-    return line
-
-
-def rank_map(ranks: Sequence[RankHealth], width: int, height: int) -> RenderableType:
-    """One cell per rank: shade = steps its counts lag, `v` = an older version, `x` = silent, `?` = never heard.
-
-    More ranks than cells: a cell shows the worst of its neighbours.
-    """
-    if not ranks:
-        return Text("Ranks: none heard yet")
-    newest = max((rank.last_step or 0 for rank in ranks), default=0)
-    across = max(min(width - 8, 64), 8)
-    per_cell = -(-len(ranks) // (across * max(height - 2, 1)))
-    cells = [ranks[start : start + per_cell] for start in range(0, len(ranks), per_cell)]
-    behind = sum(rank.behind for rank in ranks)
-    silent = sum(rank.heard_s_ago is None or rank.heard_s_ago > SILENT_S for rank in ranks)
-    lag = max((newest - (rank.last_step or 0) for rank in ranks), default=0)
-    tokens = sum(rank.tokens for rank in ranks)
-    title = f"Ranks: {len(ranks)}, {behind} on an older version, {silent} silent, counts at most {lag:,} steps apart, "
-    lines = [Text(title + f"{short(tokens)} tokens stored", style="bold")]
-    for start in range(0, len(cells), across):
-        line = Text(f"{cells[start][0].rank:>6}  ", no_wrap=True)
-        for cell in cells[start : start + across]:
-            mark, style = max((_mark(rank, newest) for rank in cell), key=lambda found: found[2])[:2]
-            line.append(mark, style=style)
-        lines.append(line)
-    legend = Text("        ")
-    for low, style in SHADES:
-        legend.append("■", style=style)
-        legend.append(f" {low}+ steps  ")
-    legend.append(
-        "v older version  x silent  ? never heard" + (f"  {per_cell} a cell" if per_cell > 1 else "")
-    )
-    return Group(*lines, legend)
-
-
-def _mark(rank: RankHealth, newest: int) -> tuple[str, str, int]:
-    """Character, style and rank of badness of one rank."""
-    if rank.ended:
-        return ".", "dim", 0
-    if rank.heard_s_ago is None:
-        return "?", "bold red", 9
-    if rank.heard_s_ago > SILENT_S:
-        return "x", "bold red", 8
-    if rank.behind:
-        return "v", "bold yellow", 7
-    lag = newest - (rank.last_step or 0)
-    badness = max(place for place, (low, _) in enumerate(SHADES) if lag >= low)
-    return "■", SHADES[badness][1], badness

@@ -43,7 +43,7 @@ def honest_reasons(reasons: list[str]) -> list[str]:
 def test_one_hostile_peer_harms_none_of_32_honest_ranks(tmp_path: Path) -> None:
     minutes = float(os.environ.get("EVENROUTE_SOAK_MINUTES", "1"))
     port = free_port()
-    flags = ["--interval", "3600", "--metrics-bind", f"127.0.0.1:{port}"]
+    flags = ["--interval", "3600", "--http-bind", f"127.0.0.1:{port}"]
     toml = f"[rebalancer]\nmax_rank_silence_s = {10 * patience()}\n"
     with RebalancerProcess(tmp_path, flags=flags, toml=toml) as rebalancer:
         job = SimulatedJob(rebalancer.address, JOB, period_s=0.5)

@@ -8,9 +8,9 @@ from collections import Counter
 import msgspec
 import pytest
 
+from evenroute.dist.log import LimitedLog, set_up_logging
 from evenroute.dist.protocol.types import EPOCH_RANDOM_BITS, Phase
 from evenroute.dist.rebalancer.guards import JobGate
-from evenroute.dist.rebalancer.log import LimitedLog, set_up_logging
 from evenroute.dist.rebalancer.traffic import RankTraffic
 from evenroute.dist.wire.keys import LOCAL_ROLE
 from evenroute.dist.wire.link import Received

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from evenroute.dist.config import PlannerSettings
 from evenroute.dist.rebalancer.decisions import LiveCosts, given_costs, policy_settings
-from evenroute.dist.rebalancer.metrics import gauge_values
+from evenroute.dist.web.metrics import gauge_values
 from evenroute.dist.wire.control import StatusRequest
 from evenroute.dist.wire.messages import RankCosts, Rows, encode
 from evenroute.dist.wire.placement import pack_placement

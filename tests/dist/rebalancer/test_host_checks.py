@@ -16,11 +16,11 @@ from evenroute.dist.config import (
     RebalancerSettings,
     load_agent_config,
     load_config,
-    parse_interval,
 )
 from evenroute.dist.rebalancer.guards import FileLock, JobLock, LockHeldError
 from evenroute.dist.rebalancer.host_checks import check_host
 from evenroute.dist.wire.address import check_bind, parse_address
+from evenroute.tools.options import parse_interval
 from support.control_plane import child_environment, patience
 
 
@@ -108,6 +108,9 @@ def test_intervals_in_words():
     assert parse_interval("60") == (60.0, "seconds")
     assert parse_interval("1.5s") == (1.5, "seconds")
     assert parse_interval("4w") == (4.0, "windows")
+    assert parse_interval("5m") == (300.0, "seconds")
+    assert parse_interval("2h") == (7200.0, "seconds")
+    assert parse_interval("500ms") == (0.5, "seconds")
     with pytest.raises(ValueError, match="--interval: 'soon' found"):
         parse_interval("soon")
 

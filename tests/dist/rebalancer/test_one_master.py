@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from evenroute.dist.config import AgentConfig, PlannerSettings, RebalancerSettings, parse_interval
+from evenroute.dist.config import AgentConfig, PlannerSettings, RebalancerSettings
+from evenroute.dist.log import LimitedLog
 from evenroute.dist.rebalancer.guards import Holder, JobLock, LockHeldError, StoreLock
-from evenroute.dist.rebalancer.log import LimitedLog
 from evenroute.dist.rebalancer.planner import check_planner
 from evenroute.dist.wire.messages import JobShape
+from evenroute.tools.options import parse_interval
 from evenroute.tools.run.simulated_job import SimulatedJob
 from support.control_plane import LEAST_WAIT_S, RebalancerProcess, child_environment, wait_for
 
@@ -236,7 +237,7 @@ def test_the_right_process_is_signalled(bystander):
 class Clock:
     def __init__(self, monkeypatch):
         self.now = 1000.0
-        monkeypatch.setattr("evenroute.dist.rebalancer.log.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("evenroute.dist.log.time.monotonic", lambda: self.now)
 
 
 def test_a_flood_that_goes_on_gets_fewer_and_fewer_lines(monkeypatch, caplog):

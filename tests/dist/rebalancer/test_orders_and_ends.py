@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from evenroute.dist.protocol.types import PlacementInfo
-from evenroute.dist.rebalancer.metrics import gauge_values
 from evenroute.dist.rebalancer.planner_child import PlanReply
+from evenroute.dist.web.metrics import gauge_values
 from evenroute.dist.wire.control import Done, PlansOrder, Refused, StatusRequest
 from evenroute.dist.wire.messages import Goodbye, Rows, SnapshotRequest, encode
 from evenroute.dist.wire.placement import pack_placement
@@ -48,7 +48,7 @@ def test_a_job_whose_ranks_said_goodbye_has_finished_and_is_healthy(daemon):
     assert gauges["finished"] == [((), 1.0)]
     assert gauges["planning"] == [((), 0.0)]
     assert gauges["up"] == [((), 1.0)]
-    for alarming in ("ranks", "rank_silence_seconds", "live_layers_behind", "balancedness_total"):
+    for alarming in ("ranks", "rank_silence_seconds", "live_layers_behind", "balancedness_all_layers"):
         assert alarming not in gauges
 
 

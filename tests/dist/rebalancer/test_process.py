@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from evenroute.dist.client import query_status
-from evenroute.dist.rebalancer.metrics import metric_names
+from evenroute.dist.web.metrics import metric_names
 from evenroute.dist.wire.messages import JobShape
 from evenroute.eplb.dump.reader import DumpReader
 from evenroute.eplb.store.writer import StoreReader
@@ -57,7 +57,7 @@ def refused(found, *texts):
 
 @pytest.fixture
 def rebalancer(tmp_path):
-    flags = [*FLAGS, "--metrics-bind", "127.0.0.1:0"]
+    flags = [*FLAGS, "--http-bind", "127.0.0.1:0"]
     # The simulated ranks are silent while a test runs a command.
     with RebalancerProcess(
         tmp_path, flags=flags, toml="[rebalancer]\nmax_rank_silence_s = 60.0\n"

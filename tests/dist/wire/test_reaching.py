@@ -36,7 +36,7 @@ def has_ipv6() -> bool:
 
 @pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6 loopback")
 def test_ranks_operators_and_metrics_over_ipv6(tmp_path):
-    flags = [*FLAGS, "--metrics-bind", "[::1]:0"]
+    flags = [*FLAGS, "--http-bind", "[::1]:0"]
     with RebalancerProcess(tmp_path, bind="tcp://[::1]:0", flags=flags) as rebalancer:
         assert rebalancer.address.startswith("tcp://[::1]:")
         link = DealerLink(parse_address(rebalancer.address, field="f"), keys=None, max_message_bytes=1 << 20)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
 import re
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -14,7 +20,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from evenroute.dist.wire.control import RebalancerStatus
+from evenroute.dist.wire.control import ExpertLoad, LayerLoads, RebalancerStatus
+from evenroute.tools.report.keys import names_of
 from evenroute.tools.report.top import Screen, changes
 from support.command import assert_one_line_error, evenroute, evenroute_without
 from support.control_plane import patience, wait_for
@@ -86,11 +93,6 @@ class TestScreen:
     @pytest.mark.parametrize("width", [40, 80, 200])
     def test_fits_the_terminal(self, width: int) -> None:
         assert max(map(len, shown(status(64), width=width).splitlines())) <= width
-
-    def test_before_any_rank(self) -> None:
-        text = shown(status(0, balancedness_per_layer=[], balancedness_total=None, newest=(0, 0)))
-        assert "none heard yet" in text
-        assert "no data yet" in text
 
 
 class TestChanges:
@@ -214,3 +216,121 @@ class TestCommand:
         with FakeControl(tmp_path, [status()]) as fake:
             outcome = evenroute_without("torch", "top", fake.address)
         assert outcome.status == 0, outcome.err
+
+
+def lines_of(screen: Screen, width: int, height: int) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width, height=height, color_system=None).print(screen.render(width, height))
+    return out.getvalue().splitlines()
+
+
+def hot(ranks: int = 16) -> RebalancerStatus:
+    """Layer 7 and rank 5 are the hottest; rank 9 is the most silent."""
+    base = status(
+        ranks,
+        balancedness_per_layer=[0.5 if layer == 7 else 0.95 for layer in range(58)],
+        rank_load=[1.9 if rank == 5 else 0.94 for rank in range(ranks)],
+        hottest_rank=[5] * 58,
+        hottest_expert=[layer + 100 for layer in range(58)],
+        hottest_expert_load=[0.07] * 58,
+    )
+    return with_rank(base, 9, heard_s_ago=4.0)
+
+
+class TestKeys:
+    @pytest.fixture
+    def screen(self) -> Screen:
+        screen = Screen()
+        screen.feed(hot(), 1000.0)
+        return screen
+
+    @pytest.mark.parametrize(("width", "height"), [(200, 50), (120, 40), (80, 24), (60, 20)])
+    def test_the_terminal_is_used_and_never_overrun(self, screen: Screen, width: int, height: int) -> None:
+        for keys in ([], ["tab"], ["tab", "enter"]):
+            for key in keys:
+                screen.key(key)
+            found = lines_of(screen, width, height)
+            assert len(found) <= height
+            assert max(map(len, found)) <= width
+        screen.key("escape")
+        layers = sum(line.startswith("layer ") for line in lines_of(screen, width, height))
+        assert layers >= (20 if height >= 50 else 4 if height >= 24 else 3)
+
+    def test_the_hottest_come_first_by_name(self, screen: Screen) -> None:
+        text = "\n".join(lines_of(screen, 200, 50))
+        assert re.search(r"layer by balance.*rank by load", text)
+        first = next(line for line in text.splitlines() if line.startswith("layer 7 "))
+        assert re.search(r"layer 7 +0\.5000 .* rank 5 +107 \(7\.0%\) +rank 5 +1\.90x", first)
+
+    def test_sort_and_the_ranks_table(self, screen: Screen) -> None:
+        screen.key("s")
+        found = [line for line in lines_of(screen, 80, 24) if line.startswith("layer ")]
+        assert found[0].startswith("layer by number")
+        assert found[1].startswith("layer 0 ")
+        screen.key("tab")
+        screen.key("s")
+        found = [line for line in lines_of(screen, 80, 24) if line.startswith("rank ")]
+        assert found[0].startswith("rank by silence")
+        assert found[1].startswith("rank 9 ")
+
+    def test_down_to_a_layer_and_back(self, screen: Screen) -> None:
+        screen.key("enter")
+        assert screen.layer == 7
+        assert screen.asks
+        assert "Layer 7: balancedness 0.5000" in "\n".join(lines_of(screen, 80, 24))
+        loads = [0.9] * 15 + [2.5]
+        screen.detail = LayerLoads(7, loads, [ExpertLoad(107, 0.07, [5, 15])])
+        text = "\n".join(lines_of(screen, 80, 24))
+        assert not screen.asks
+        assert re.search(r"rank 15 +2\.50x", text)
+        assert re.search(r"expert 107 +7\.0% +5, 15", text)
+        screen.key("down")
+        assert screen.layer == 8
+        assert screen.asks
+        screen.key("escape")
+        assert screen.layer is None
+        assert screen.key("down")
+        assert not screen.key("q")
+
+    def test_before_a_job(self) -> None:
+        text = shown(status(0, ep_size=0, state="waiting", balancedness_per_layer=[], newest=(0, 0)))
+        assert "waiting for a job" in text
+        assert "0 layers" not in text
+
+    def test_bytes_of_a_terminal(self) -> None:
+        assert names_of(b"\x1b[A\x1bOBq\x1b[5~\r\t\x1b[200;1Rs\x1b") == [
+            "up", "down", "q", "page-up", "enter", "tab", "s", "escape",
+        ]  # fmt: skip
+
+
+def test_in_a_terminal(tmp_path: Path) -> None:
+    """Keys are taken one by one: Enter asks for the layer, q ends with the status; the terminal is left as it was."""
+    detail = LayerLoads(7, [1.0] * 16, [ExpertLoad(107, 0.07, [5])])
+    with FakeControl(tmp_path, [hot()], layer=detail) as fake:
+        main, child = pty.openpty()
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        before = termios.tcgetattr(child)
+        command = [sys.executable, "-m", "evenroute.tools.cli", "top", fake.address, "--interval", "60"]
+        process = subprocess.Popen(
+            command, stdin=child, stdout=child, stderr=child, env={**os.environ, "TERM": "xterm"}
+        )
+        seen = bytearray()
+
+        def found(words: bytes) -> bool:
+            if select.select([main], [], [], 0.1)[0]:
+                seen.extend(os.read(main, 65536))
+            return words in seen
+
+        try:
+            wait_for(lambda: found(b"layer by balance"), 60, "the screen")
+            os.write(main, b"\r")
+            wait_for(lambda: found(b"expert 107"), 60, "the layer")
+            os.write(main, b"\x1bq")
+            wait_for(lambda: found(b"\0") or process.poll() is not None, 60, "the end")
+            assert process.wait(60) == 0
+            assert termios.tcgetattr(child) == before
+        finally:
+            process.kill()
+            process.wait(60)
+            os.close(main)
+            os.close(child)

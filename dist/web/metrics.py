@@ -5,27 +5,18 @@ They are made at each scrape from the last `control.RebalancerStatus`, so that t
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from io import BytesIO
-from socketserver import TCPServer, ThreadingMixIn
-from threading import Lock, Thread
-from typing import Any, Final
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from typing import Final
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from evenroute.dist.wire.address import bracketed
 from evenroute.dist.wire.control import RebalancerStatus
 
 PREFIX: Final = "evenroute_"
-_MAX_PEERS = 16  # scrapers at one time
-_MAX_PEER_S = 10.0
-_MAX_HEAD_BYTES = 16 * 1024  # of a request
+MAX_SERIES: Final = 1024  # of one metric; of more ranks or layers the worst are shown
+
+Samples = list[tuple[tuple[str, ...], float]]
 
 # name -> (help, labels); counters get `_total` appended by Prometheus' own rule.
 COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
@@ -62,8 +53,14 @@ GAUGES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         "Mean over max rank load of the last interval, per layer, placement in use.",
         ("layer",),
     ),
-    "balancedness_total": ("Sum of means over sum of maxes of the last interval.", ()),
-    "balancedness_predicted_total": ("The same as predicted for the newest plan.", ()),
+    "balancedness_all_layers": ("Sum of means over sum of maxes of the last interval.", ()),
+    "balancedness_predicted_all_layers": ("The same as predicted for the newest plan.", ()),
+    "rank_load": ("Load of a rank over the mean of ranks, all layers, last interval.", ("rank",)),
+    "layer_hottest_expert_load": (
+        "Part of a layer's load that its hottest expert has, last interval.",
+        ("layer",),
+    ),
+    "series_left_out": ("Ranks or layers of which some metric shows the worst 1,024 only.", ()),
     "saved_gpu_seconds": ("That rebalancing saved this run so far, against its first placement.", ()),
     "moving_gpu_seconds": ("That moving weights took this run so far.", ()),
     "slot_seconds": ("That a moved slot costs its rank, as measured.", ()),
@@ -138,26 +135,48 @@ def gauge_values(
     lately = [rank for rank in heard if (rank.heard_s_ago or 0.0) <= max_rank_silence_s]
     return daemon | {
         "ranks": [(("expected",), float(len(expected))), (("heard",), float(len(lately)))],
-        "rank_version": [((str(rank.rank),), float(rank.held[1])) for rank in heard],
-        "rank_silence_seconds": [((str(rank.rank),), float(rank.heard_s_ago or 0.0)) for rank in heard],
-        "rank_last_step": [
-            ((str(r.rank),), float(r.last_step)) for r in status.ranks if r.last_step is not None
-        ],
+        "rank_version": _least([((str(rank.rank),), float(rank.held[1])) for rank in heard]),
+        "rank_silence_seconds": _most(
+            [((str(rank.rank),), float(rank.heard_s_ago or 0.0)) for rank in heard]
+        ),
+        "rank_last_step": _least(
+            [((str(r.rank),), float(r.last_step)) for r in status.ranks if r.last_step is not None]
+        ),
+        "rank_load": _most([((str(rank),), load) for rank, load in enumerate(status.rank_load)]),
+        "layer_hottest_expert_load": _most(
+            [
+                ((str(layer),), load)
+                for layer, load in enumerate(status.hottest_expert_load)
+                if status.hottest_expert[layer] >= 0
+            ]
+        ),
+        "series_left_out": one(max(0, len(status.ranks) - MAX_SERIES, status.num_layers - MAX_SERIES)),
         "plan_seconds": one(status.plan_seconds),
         "until_next_plan": [((status.interval_unit,), status.until_next_plan)],
-        "balancedness": [
-            ((str(layer),), value)
-            for layer, value in enumerate(status.balancedness_per_layer)
-            if value is not None
-        ],
-        "balancedness_total": one(status.balancedness_total),
-        "balancedness_predicted_total": one(status.balancedness_predicted),
+        "balancedness": _least(
+            [
+                ((str(layer),), value)
+                for layer, value in enumerate(status.balancedness_per_layer)
+                if value is not None
+            ]
+        ),
+        "balancedness_all_layers": one(status.balancedness_total),
+        "balancedness_predicted_all_layers": one(status.balancedness_predicted),
         "saved_gpu_seconds": one(status.saved_gpu_seconds),
         "moving_gpu_seconds": one(status.cost_gpu_seconds),
         "slot_seconds": one(status.slot_seconds),
         "step_seconds": one(status.step_seconds),
         "live_layers_behind": one(status.live_lowest != status.newest),
     }
+
+
+def _most(samples: Samples) -> Samples:
+    """All, or the largest where there are more than `MAX_SERIES`."""
+    return samples if len(samples) <= MAX_SERIES else sorted(samples, key=lambda one: -one[1])[:MAX_SERIES]
+
+
+def _least(samples: Samples) -> Samples:
+    return samples if len(samples) <= MAX_SERIES else sorted(samples, key=lambda one: one[1])[:MAX_SERIES]
 
 
 class StatusCollector(Collector):
@@ -182,102 +201,3 @@ class StatusCollector(Collector):
             for values, value in gauges.get(name, []):
                 gauge.add_metric(values, value)
             yield gauge
-
-
-class _Handler(WSGIRequestHandler):
-    """One request of bounded size; the connection's time is bounded by the server."""
-
-    def handle(self) -> None:
-        """Read the head of a request, answer, close."""
-        head = b""
-        while b"\r\n\r\n" not in head and b"\n\n" not in head:
-            part = self.request.recv(_MAX_HEAD_BYTES - len(head))
-            if not part or len(head) + len(part) >= _MAX_HEAD_BYTES:
-                return
-            head += part
-        self.rfile = BytesIO(head)  # type: ignore[assignment]
-        with suppress(OSError):  # the scraper left
-            super().handle()
-
-    def log_message(self, *_: object) -> None:
-        """Scrapes are not logged."""
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    """At most `_MAX_PEERS` connections, each for `_MAX_PEER_S`; a new one takes the place of the oldest."""
-
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, host: str, port: int, app: Callable[..., Iterable[bytes]]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._open: dict[socket.socket, float] = {}
-        self._lock = Lock()
-        super().__init__((host, port), _Handler)
-        self.set_app(app)
-
-    def server_bind(self) -> None:
-        """Bind without looking up the host's name."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-        self.setup_environ()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Begin with a connection."""
-        now = time.monotonic()
-        with self._lock:
-            self._open[request] = now
-            self._cut(now, room=True)
-        super().process_request(request, client_address)
-
-    def service_actions(self) -> None:
-        """Every half second: end connections that take too long."""
-        with self._lock:
-            self._cut(time.monotonic(), room=False)
-
-    def _cut(self, now: float, *, room: bool) -> None:
-        excess = len(self._open) - _MAX_PEERS if room else 0
-        for number, (request, since) in enumerate(list(self._open.items())):  # oldest first
-            if number < excess or now - since > _MAX_PEER_S:
-                del self._open[request]
-                with suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)  # its thread's recv or send returns
-
-    def shutdown_request(self, request: Any) -> None:
-        """End of a connection."""
-        with self._lock:
-            self._open.pop(request, None)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that left or was cut is nothing to report."""
-
-
-class MetricsServer:
-    """The scrape endpoint, bounded in peers, bytes and time. OSError in one line when it cannot be bound."""
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        last_status: Callable[[], RebalancerStatus | None],
-        max_rank_silence_s: float,
-    ) -> None:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(StatusCollector(last_status, max_rank_silence_s))
-        try:
-            self._server = _Server(host, port, make_wsgi_app(registry))
-        except OSError as error:
-            reason = error.strerror or error
-            raise OSError(
-                f"rebalancer.metrics_bind (--metrics-bind): {bracketed(host)}:{port} cannot be bound: {reason}"
-            ) from None
-        self._thread = Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-        self.address = f"{bracketed(host)}:{self._server.server_port}"
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(2.0)

@@ -1,0 +1,186 @@
+"""The live page in a real browser: what it shows, keys, clicks, themes, a phone, a large job, a clean console."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import msgspec
+import pytest
+
+from evenroute.dist.web.routes import load_page
+from support.browser import needs_chromium
+from support.browser_page import BrowserPage
+from support.control_plane import patience
+from support.live_page import LivePage, Story
+
+LOADED = "document.body.dataset.ready === '1' && S.loads && S.history.points.length > 3 && S.status"
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    made = Story(tmp_path_factory.mktemp("story") / "run.db", layers=6, experts=32, slots=40, ranks=8)
+    made.tell(2)
+    return made
+
+
+@pytest.fixture(scope="module")
+def live(story):
+    with LivePage(story) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def browser(live):
+    with BrowserPage(live.url) as made:
+        made.wait(LOADED)
+        yield made
+
+
+def test_the_page_needs_nothing_else():
+    text, policy = load_page()
+    assert not re.search(rb"""(src|href)\s*=\s*["'](?!/|#|data:)""", text)
+    assert b"https://" not in text
+    assert "default-src 'none'" in policy
+    assert "unsafe-inline'; img" in policy, "styles alone may stand in the page"
+    assert "script-src 'sha256-" in policy
+
+
+@needs_chromium
+def test_figures_stand_on_the_page(browser, live):
+    assert "DeepSeek-V3 (made up)" in browser.value("$('what').textContent")
+    assert browser.value("$('state').textContent") == "healthy"
+    browser.wait("$('link').textContent === 'live'")
+    tiles = browser.value("$('tiles').textContent")
+    assert f"{browser.value('S.loads.balancedness.total'):.3f}" in tiles
+    assert "8 of 8" in tiles
+    assert browser.value("document.querySelectorAll('#ranks tr').length") == 8
+    assert browser.value("document.querySelectorAll('#events li').length") == live.status.version
+    assert "slots moved" in browser.value("$('events').textContent")
+    assert browser.value("document.querySelectorAll('#experts tr').length") == 12
+    for canvas in ("map", "bars", "time"):
+        painted = (
+            f"(() => {{ const c = $('{canvas}'), "
+            "d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data, s = new Set(); "
+            "for (let i = 0; i < d.length; i += 388) s.add(d.slice(i, i + 4).join()); return s.size; })()"
+        )
+        assert browser.value(painted) >= 3, canvas
+    assert browser.problems == []
+
+
+@needs_chromium
+def test_by_keyboard(browser):
+    """Tab reaches the map; arrows tell each cell to a screen reader; Enter chooses the layer."""
+    browser.value("$('viewNow').click(); $('map').focus()")
+    browser.value("S.cursor = [0, 0]")
+    for key in ("ArrowDown", "ArrowDown", "ArrowRight"):
+        browser.press(key)
+    assert re.match(r"layer 2, rank 1: [\d.]+ × mean", browser.value("$('say').textContent"))
+    browser.press("Enter")
+    browser.wait("$('layerTitle').textContent === 'Layer 2' && S.layerData.layer === 2")
+    browser.press("End")
+    assert "rank 7" in browser.value("$('say').textContent")
+    unnamed = (
+        "[...document.querySelectorAll('button, input, canvas, a')].filter(e => !("
+        "e.textContent.trim() || e.ariaLabel || "
+        "e.getAttribute('aria-hidden') || (e.labels && e.labels.length))).map(e => e.outerHTML)"
+    )
+    assert browser.value(unnamed) == [], "everything that can be used has a name"
+    assert browser.problems == []
+
+
+@needs_chromium
+def test_by_mouse(browser):
+    box = browser.value("(b => [b.left, b.top, b.width, b.height])($('map').getBoundingClientRect())")
+    browser.move(box[0] + 60, box[1] + box[3] * 0.55)
+    assert re.match(r"layer \d, rank 0\n[\d.]+ × mean", browser.value("$('tip').textContent"))
+    chosen = browser.value("S.layer")
+    browser.move(box[0] + 60, box[1] + 5, click=True)
+    browser.wait("$('layerTitle').textContent === 'Layer 0'")
+    assert chosen != 0
+    for view, many in (("viewLayers", 6), ("viewRanks", 8)):
+        browser.value(f"$('{view}').click()")
+        browser.wait(f"shown && shown.times && shown.rows.length === {many}")
+    browser.value("$('viewNow').click()")
+    browser.value("$('when').value = 1; $('when').oninput()")
+    browser.wait("S.at !== null && S.loads.time <= S.at")
+    browser.value("$('back').click()")
+    browser.wait("S.at === null && $('whenLabel').textContent === 'Now'")
+    browser.value("document.querySelector('#rankHead button').click()")
+    assert browser.value("[...document.querySelectorAll('#ranks tr')].map(r => r.cells[0].textContent)") == [
+        f"rank {number}" for number in range(8)
+    ]
+    assert browser.problems == []
+
+
+@needs_chromium
+def test_what_is_wrong_is_said_at_once(browser, live):
+    calm = live.status
+    live.status = msgspec.structs.replace(calm, degraded=["<b>rank 3</b> is silent"])
+    browser.wait("!$('alerts').hidden && $('state').textContent === 'degraded'")
+    assert browser.value("$('reasons').innerHTML") == "<li>&lt;b&gt;rank 3&lt;/b&gt; is silent</li>"
+    live.status = calm
+    browser.wait("$('alerts').hidden")
+    assert browser.problems == []
+
+
+@needs_chromium
+def test_light_dark_and_a_phone(browser):
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = browser.value(background)
+    for told in ("Light", "Dark"):
+        browser.value("$('theme').click()")
+        assert browser.value("$('theme').textContent") == told
+    assert browser.value(background) != light
+    browser.value("$('theme').click()")
+    browser.resize(360, 740, mobile=True)
+    browser.wait("innerWidth === 360")
+    assert browser.value("document.documentElement.scrollWidth") <= 360, "nothing to scroll sideways"
+    browser.resize(1366, 900)
+    assert browser.problems == []
+
+
+@needs_chromium
+def test_a_new_window_comes_by_itself(browser, story):
+    known = browser.value("S.history.points.reduce((a, p) => a + p.tokens, 0)")
+    story.window(time.time(), 1)
+    browser.wait(f"S.history.points.reduce((a, p) => a + p.tokens, 0) > {known}")
+
+
+@needs_chromium
+def test_before_a_job(tmp_path):
+    story = Story(tmp_path / "run.db", layers=2, experts=8, slots=8, ranks=2)
+    story.store._connection.execute("DELETE FROM jobs")
+    with LivePage(story) as live:
+        changes = {"ep_size": 0, "ranks": [], "num_layers": 0, "state": "waiting", "balancedness_total": None}
+        live.status = story.status(**changes, rank_load=[], last_action="", last_reason="")
+        with BrowserPage(live.url) as browser:
+            browser.wait("S.status && document.body.dataset.ready === '1'")
+            assert browser.value("$('what').textContent") == "waiting for a job"
+            assert "Waiting for a job" in browser.value("$('mapEmpty').textContent")
+            assert browser.problems == []
+
+
+@needs_chromium
+def test_a_large_job_stays_smooth(tmp_path):
+    """1,024 ranks and 92 layers of 896 experts: all of the page is drawn in far less than what an eye would notice."""
+    story = Story(tmp_path / "run.db", layers=92, experts=896, slots=1024, ranks=1024)
+    story.tell(0.3, planned=False)
+    with LivePage(story) as live, BrowserPage(live.url) as browser:
+        browser.wait("document.body.dataset.ready === '1' && S.loads && S.status", 120)
+        assert browser.value("[S.loads.layers, S.loads.ranks]") == [92, 1024]
+        drawn = browser.value(
+            "(() => { const t = []; for (let i = 0; i < 5; i++) { const a = performance.now(); drawAll(); "
+            "t.push(performance.now() - a); } return Math.min(...t); })()"
+        )
+        assert drawn < 100 * patience()
+        browser.value("$('map').focus()")
+        moved = browser.value(
+            "(() => { const a = performance.now(); for (let i = 0; i < 10; i++) $('map').dispatchEvent("
+            "new KeyboardEvent('keydown', { key: 'ArrowRight' })); return (performance.now() - a) / 10; })()"
+        )
+        assert moved < 50 * patience()
+        assert browser.value("document.querySelectorAll('#ranks tr').length") == 24
+        browser.value("$('all').click()")
+        assert browser.value("document.querySelectorAll('#ranks tr').length") == 1024
+        assert browser.problems == []
