@@ -67,7 +67,10 @@ GAUGES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "slot_seconds": ("That a moved slot costs its rank, as measured.", ()),
     "step_seconds": ("A step in the last interval, median over ranks.", ()),
     "live_layers_behind": ("Whether some layer is not on the newest version (0 or 1).", ()),
-    "membership": ("Number of the membership that serves; without samples where ranks don't come and go.", ()),
+    "membership": (
+        "Number of the membership that serves; without samples where ranks don't come and go.",
+        (),
+    ),
     "membership_halted_seconds": ("Since the ranks have halted for want of one, 0 while they serve.", ()),
     "recording": ("1 while a recording runs.", ()),
 }
