@@ -11,7 +11,7 @@ SOURCES := $(shell find evenroute eplb routing dist tools -name '*.py' -o -name 
 STAMP   := $(VENV)/.installed-$(SOURCES)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-slow simulate mutants soak test-gpu test-multigpu test-release lint format types versions ci wheel clean
+.PHONY: help install demo test test-slow test-sglang nightly simulate mutants soak test-gpu test-multigpu test-release lint format types versions ci wheel clean
 
 help:
 	@echo "make demo      set up $(VENV) and run the main job on $(RANKS) ranks"
@@ -21,6 +21,7 @@ help:
 	@echo "make mutants   plants small faults in protocol, store, transfer and planner; prints those no test notices (SAMPLE=N, FILES=GLOB)"
 	@echo "make soak      one hostile peer beside 32 honest ranks for 10 minutes (MINUTES=N)"
 	@echo "make test-gpu  the suite for one GPU; make test-multigpu for two or more"
+	@echo "make test-sglang  SGLang $(SGLANG) with evenroute in it, two ranks on CPUs; make nightly: this and test-slow"
 	@echo "make test-release  build wheel and sdist, run them in a fresh environment; make demo in a clean copy"
 	@echo "make versions  the same sources with other versions of Python, torch and triton (.ci/versions)"
 	@echo "make test-vllm a real vLLM on two CPU ranks, in an environment of its own (3.5 GB, half an hour: a nightly target)"
@@ -62,6 +63,18 @@ mutants: install
 MINUTES ?= 10
 soak: install
 	EVENROUTE_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -n 0 -m slow -s tests/dist/chaos/test_soak.py
+
+# An unpatched SGLang with evenroute in it, each version in an environment of its own (640 MB, made once), two ranks on CPUs.
+SGLANG ?= 0.5.23 0.5.17
+test-sglang: install
+	@for version in $(SGLANG); do \
+		sh .ci/sglang-env build/sglang-$$version $$version $(PYTHON) || exit 1; \
+		EVENROUTE_SGLANG_ENV=$(abspath build/sglang-)$$version \
+			$(BIN)/python -m pytest -m slow -s tests/dist/engines/sglang/test_engine.py || exit 1; \
+	done
+
+# What is too long for every change.
+nightly: test-slow test-sglang
 
 test-gpu: install
 	$(BIN)/python -m pytest -m "gpu"

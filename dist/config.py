@@ -92,8 +92,7 @@ def _parse_endpoint(text: str, *, field: str) -> Address:
 class RebalancerSettings:
     """The process: where it listens, what it keeps, how long things may take. Times in seconds.
 
-    `bind` and `store` "" mean a missing setting, which the command line may give.
-    """
+    `bind` and `store` "" mean a missing setting, which the command line may give."""
 
     bind: str = ""
     store: str = ""
@@ -102,6 +101,7 @@ class RebalancerSettings:
     )
     ready_file: str = ""  # JSON with the bound addresses and the pid, written once it serves
     log_level: Annotated[str, _one_of("debug", "info", "warning", "error")] = "info"
+    log_format: Annotated[str, _one_of("text", "json")] = "text"
     keep_windows_s: LongSeconds = 3600.0  # fleet-wide windows stay single for so long, then ...
     roll_up_s: LongSeconds = 3600.0  # ... they are summed in spans of this length
     max_message_bytes: Annotated[int, _range(65536, 2**30)] = 8 * 1024 * 1024  # kimi-k3's window: 0.7 MB

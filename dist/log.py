@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from evenroute.eplb._io import visible
 
@@ -32,12 +35,34 @@ class _OneLine(logging.Formatter):
         return super().formatMessage(record)
 
 
-def set_up_logging(level: str) -> None:
-    """One line a message on stderr, with UTC time; for the processes of this package only."""
+class _Json(logging.Formatter):
+    """One JSON object a line: time, level, logger, event (a short fixed word), message, and the event's fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        found: dict[str, Any] = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": getattr(record, "event", "log"),
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            found["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(found, enc_hook=str).decode()
+
+
+def event(name: str, **fields: object) -> dict[str, object]:
+    """`logger.info(text, extra=event("published", version=3))`: what a JSON log says of a message beside its text."""
+    return {"event": name, "fields": fields}
+
+
+def set_up_logging(level: str, form: str = "text") -> None:
+    """One line a message on stderr, with UTC time; for the processes of this package only. ``form``: text or json."""
     handler = logging.StreamHandler()
     formatter = _OneLine("%(asctime)sZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
-    handler.setFormatter(formatter)
+    handler.setFormatter(_Json() if form == "json" else formatter)
     logger = logging.getLogger("evenroute")
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
@@ -60,7 +85,7 @@ class LimitedLog:
             state.suppressed += 1
             return False
         state.logged += 1
-        self._logger.log(level, "%s: %s", kind, text)
+        self._logger.log(level, "%s: %s", kind, text, extra=event(kind))
         return True
 
     def turn(self, now: float) -> None:
@@ -77,6 +102,7 @@ class LimitedLog:
                 kind,
                 state.suppressed,
                 "minute" if minutes == 1 else f"{minutes} minutes",
+                extra=event("suppressed", kind=kind, lines=state.suppressed),
             )
             longer = min(2 * state.period_s, _LONGEST_PERIOD_S)
             self._kinds[kind] = _Kind(now, longer, flooding=True)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from evenroute.dist.rank.agent import RankAgent as RankAgent
     from evenroute.dist.rebalancer.process import run_rebalancer as run_rebalancer
     from evenroute.dist.weights.expert_weights import ExpertWeights as ExpertWeights
+    from evenroute.dist.weights.migration_config import MigrationConfig as MigrationConfig
     from evenroute.dist.weights.mover import TablesOnly as TablesOnly
-    from evenroute.dist.weights.weight_mover import MigrationConfig as MigrationConfig
     from evenroute.dist.weights.weight_mover import WeightMover as WeightMover
     from evenroute.eplb.analysis.advice import advise as advise
     from evenroute.eplb.analysis.replay import Replay as Replay
@@ -80,7 +80,7 @@ _HOMES = {
     "RankAgent": "dist.rank.agent",
     "AgentConfig": "dist.config",
     "WeightMover": "dist.weights.weight_mover",
-    "MigrationConfig": "dist.weights.weight_mover",
+    "MigrationConfig": "dist.weights.migration_config",
     "ExpertWeights": "dist.weights.expert_weights",
     "TablesOnly": "dist.weights.mover",
     "EpMoeLayer": "dist.engines.ep_layer",

@@ -1,4 +1,4 @@
-"""The `evenroute` command: a thin shell that finds its commands in `tools/commands/<name>.py` and `orders/` there.
+"""The `evenroute` command: a thin shell that finds its commands in `tools/commands/` and `tools/operator/`.
 
 A command module holds a function of its own name, or `SUBCOMMANDS`. It is imported only when its command (or the
 general help) is asked for, so that `evenroute status` never pays for numba, and nothing here needs torch.
@@ -8,27 +8,73 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from evenroute.tools.errors import fail, one_line_errors
 from evenroute.tools.report.words import plain_streams
 
+GROUPS = {
+    "Run a rebalancer": ("init", "keygen", "rebalancer", "launch", "backup", "completion"),
+    "Watch and steer it": ("status", "top", "record", "pause", "resume", "rollback", "scale"),
+    "Work with files": ("advise", "inspect", "plan", "replay", "convert"),
+    "Try and measure": ("stress", "bench"),
+}
+_FOLDERS = ("commands", "operator")
+_COMPLETE = "_EVENROUTE_COMPLETE"
+
+
+def command_homes() -> dict[str, str]:
+    """Every command, sorted, and the folder of its file."""
+    files = {
+        path.stem: folder for folder in _FOLDERS for path in (Path(__file__).parent / folder).glob("[!_]*.py")
+    }
+    return dict(sorted(files.items()))
+
 
 def command_names() -> list[str]:
-    """Names of all commands, sorted: those of the files in `commands`."""
-    return sorted(_modules())
+    """Names of all commands, sorted."""
+    return list(command_homes())
 
 
-def _modules() -> dict[str, str]:
-    """The module of each command."""
-    folder = Path(__file__).parent / "commands"
-    here = {path.stem: f"evenroute.tools.commands.{path.stem}" for path in folder.glob("[!_]*.py")}
-    orders = (folder / "orders").glob("[!_]*.py")
-    return here | {path.stem: f"evenroute.tools.commands.orders.{path.stem}" for path in orders}
+class _Grouped(TyperGroup):
+    """The list of commands by what they are for."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """One list for each of `GROUPS`."""
+        width = max(map(len, self.commands), default=0)
+        for title, names in GROUPS.items():
+            rows = [
+                (name.ljust(width), self.commands[name].get_short_help_str(400))
+                for name in names
+                if name in self.commands
+            ]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+class _InPanels(TyperCommand):
+    """Flags by what they are about (`rich_help_panel` of each), in plain text."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """One list for each panel, and one for the rest."""
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            row = parameter.get_help_record(ctx)
+            if row is not None:
+                kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                panels.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(row)
+        for title, rows in panels.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
 
 def package_version() -> str:
@@ -44,9 +90,11 @@ def build_app(names: list[str]) -> typer.Typer:
     app = typer.Typer(
         name="evenroute",
         help="Routes tokens to experts evenly: a rebalancer for expert-parallel clusters and its tools.",
-        add_completion=False,
+        add_completion=_COMPLETE in os.environ,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
+        cls=_Grouped,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
 
     @app.callback(invoke_without_command=True)
@@ -64,19 +112,19 @@ def build_app(names: list[str]) -> typer.Typer:
 
 
 def add_command(app: typer.Typer, name: str) -> None:
-    """Adds a command's module; every command ends wrong use with one line and exit status 2."""
-    module = importlib.import_module(_modules()[name])
+    """Adds a command from its file; every command ends wrong use with one line and exit status 2."""
+    module = importlib.import_module(f"evenroute.tools.{command_homes()[name]}.{name}")
     subcommands = getattr(module, "SUBCOMMANDS", ())
     if subcommands:
         group = typer.Typer(help=module.HELP, no_args_is_help=True)
         for function in subcommands:
-            group.command()(one_line_errors(function))
+            group.command(cls=_InPanels)(one_line_errors(function))
         app.add_typer(group, name=name)
     elif getattr(module, "FORWARDS", False):  # flags, --help too, to a parser of its own
         forward = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
         app.command(context_settings=forward)(one_line_errors(getattr(module, name)))
     else:
-        app.command()(one_line_errors(getattr(module, name)))
+        app.command(cls=_InPanels)(one_line_errors(getattr(module, name)))
 
 
 def whole_short_helps(app: typer.Typer) -> None:
@@ -93,6 +141,8 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point of the `evenroute` script. Exit status: 0 done, 1 a bad finding, 2 wrong use."""
     plain_streams()
     arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if _COMPLETE in os.environ:
+        arguments = []
     names = command_names()
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     app = build_app([wanted] if wanted in names else names)

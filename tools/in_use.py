@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from evenroute.eplb.loads.source import LoadSource, PlacementEvent
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.cost import TimeCosts
+from evenroute.eplb.planner.price.measured import MeasuredCosts
 
 
 def placement_in_use(
@@ -50,3 +53,11 @@ def recorded_redundancy(source: LoadSource, ep_size: int) -> int | None:
     if source.num_slots is None or source.ep_size != ep_size:
         return None
     return source.num_slots - source.num_logical_experts
+
+
+def measured_costs(source: LoadSource, ep_size: int) -> TimeCosts:
+    """What a store's ranks measured of moves and steps, where it is of so many ranks; else the defaults."""
+    if source.measured and source.ep_size == ep_size:
+        with suppress(ValueError, TypeError, AttributeError):
+            return MeasuredCosts(source.measured).costs(TimeCosts(), ep_size)
+    return TimeCosts()

@@ -48,7 +48,5 @@ def setting(name: str, text: str, *flags: str) -> Any:
     section, _, field = name.partition(".")
     default = next(one.default for one in dataclasses.fields(SECTIONS[section]) if one.name == field)
     panel = {"rebalancer": "Process", "planner": "Planner", "security": "Security"}[section]
-    shown_default = (
-        "none" if default in ("", None) else f"{default:g}" if isinstance(default, float) else str(default)
-    )
-    return typer.Option(*flags, help=text, show_default=shown_default, rich_help_panel=panel)
+    told = f"{default:g}" if isinstance(default, float) else default
+    return typer.Option(*flags, help=f"{text} Default: {told}." if told else text, rich_help_panel=panel)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from evenroute.dist.log import LimitedLog
+from evenroute.dist.log import LimitedLog, event
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.types import Phase
 from evenroute.dist.rebalancer.plan_cycle import PlanCycle
@@ -147,7 +147,7 @@ class ControlService:
             text = "plans are stopped, placements stay; `evenroute resume` goes on"
             if request.what == "resume":
                 text = "plans go on"
-        logger.info("%s: %s", request.what, text)
+        logger.info("%s: %s", request.what, text, extra=event(request.what))
         return Done(text)
 
     def _order_ranks(self, request: ScaleOrder) -> Answer:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from evenroute.dist.config import PlannerSettings
 from evenroute.dist.protocol.publication import fits
 from evenroute.dist.protocol.receipt import LoadView
+from evenroute.dist.protocol.types import PlacementInfo
 from evenroute.dist.wire.messages import JobShape, RankCosts, WirePlacement
 from evenroute.dist.wire.placement import pack_placement, unpack_placement
 from evenroute.eplb.loads.balance import placement_balancedness, rank_loads
@@ -34,6 +35,7 @@ from evenroute.eplb.planner.plan import Plan
 from evenroute.eplb.planner.policy import Decision, PolicySettings, Question, RebalancePolicy
 from evenroute.eplb.planner.price.measured import MeasuredCosts, RankTimes
 from evenroute.eplb.planner.price.worth import Savings, Worth
+from evenroute.eplb.store.schema import PRICE_SETTING as PRICE
 from evenroute.eplb.store.writer import HistoryStore, StaleEpochError, StoreError
 
 logger = logging.getLogger("evenroute.dist.rebalancer")
@@ -41,7 +43,6 @@ logger = logging.getLogger("evenroute.dist.rebalancer")
 REMEMBERED = 32  # windows; what came before them weighs less than 4 % (`memory.FADING` ** 32)
 _START = "start-placement"
 _SETTING = "policy-window-{}"
-PRICE = "price"  # JSON: `_Price`
 _LOOK_BACK = 16  # placements: each life takes one up
 _NOT_PLANNED = ("taken-up", "rollback")
 
@@ -303,3 +304,14 @@ def start_placement(store: HistoryStore, job: JobShape) -> Placement | None:
         if text is not None:
             return unpack_placement(msgspec.json.decode(text, type=WirePlacement), job)
     return None
+
+
+def told(info: PlacementInfo) -> dict[str, object]:
+    """What a log's line about a placement says in fields."""
+    return {
+        "policy": info.policy,
+        "moved_slots": int(info.moves.sum()),
+        "before": info.balancedness_before,
+        "predicted": info.balancedness_predicted,
+        "reason": info.reason,
+    }

@@ -274,6 +274,7 @@ class JobGate:
             return False
         if view.run != self._run:
             self._run, self._since, self._looked_at = view.run, now, float("-inf")
+            self._last = None  # a restarted job waited for its old ranks to be given up
         if message.run == view.run:
             return False
         if message.fence > self._core.epoch or not self._is_alive(now):

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.dist.config import PlannerSettings
+from evenroute.dist.log import event
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.receipt import LoadView
 from evenroute.dist.protocol.types import Outgoing, PlacementInfo
-from evenroute.dist.rebalancer.decisions import LiveCosts, LivePolicy, earlier_placements, keep_start
+from evenroute.dist.rebalancer.decisions import LiveCosts, LivePolicy, earlier_placements, keep_start, told
 from evenroute.dist.rebalancer.interval_loads import IntervalLoads
 from evenroute.dist.rebalancer.intervals import lacking, most_windows, whole_windows
 from evenroute.dist.rebalancer.planner import PlannerError, PlannerProcess, decide_request, plan_request
@@ -143,7 +144,7 @@ class PlanCycle:
             10.0, self.settings.interval if self.settings.interval_unit == "seconds" else 0
         ):
             self._logged_at = now
-            logger.info("plan waits: %s", self.waiting_for)
+            logger.info("plan waits: %s", self.waiting_for, extra=event("plan-waits"))
 
     def _request(self, view: LoadView, now: float) -> None:
         live = self._core.live_placement()
@@ -258,13 +259,14 @@ class PlanCycle:
     def _stays(self, reason: str) -> None:
         self.placements["not_worth_it"] += 1
         self.last_action, self.last_reason = "stay", reason
-        logger.info("cycle %d: %s", self.cycle, reason)
+        logger.info("cycle %d: %s", self.cycle, reason, extra=event("stay", cycle=self.cycle, reason=reason))
 
     def _failed(self, kind: str, text: str) -> None:
         self.errors[kind] += 1
         self._failed_in_a_row += 1
         self.last_error = f"cycle {self.cycle}: {kind}: {text}"
-        logger.error("plan failed, the placement in use stays: %s", self.last_error)
+        about = event("plan-failed", cycle=self.cycle, kind=kind)
+        logger.error("plan failed, the placement in use stays: %s", self.last_error, extra=about)
 
     def _publish(self, now: float) -> list[Outgoing]:
         if self._ready is None or not self._core.may_publish(now):
@@ -292,6 +294,7 @@ class PlanCycle:
                 before,
                 predicted,
                 info.reason,
+                extra=event("published", version=self._core.version, cycle=self.cycle, **told(info)),
             )
         else:
             self.placements["not_kept"] += 1

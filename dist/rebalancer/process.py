@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from evenroute.dist.config import RebalancerConfig
-from evenroute.dist.log import LimitedLog, set_up_logging
+from evenroute.dist.log import LimitedLog, event, set_up_logging
 from evenroute.dist.membership.rebalancer import ElasticRebalancerCore
 from evenroute.dist.membership.service import MembershipService
 from evenroute.dist.protocol.types import Phase, Timeouts
@@ -135,10 +135,9 @@ class Rebalancer:
         self._catch_signals()
         self._write_ready_file()
         self.plans.warm_up()
-        logger.info("effective settings: %s", self.config.effective())
-        logger.info(
-            "serving %s, store %s, pid %d", self._link.endpoint, self.config.rebalancer.store, os.getpid()
-        )
+        logger.info("effective settings: %s", self.config.effective(), extra=event("settings"))
+        told = {"address": self._link.endpoint, "store": self.config.rebalancer.store, "pid": os.getpid()}
+        logger.info("serving %s, store %s, pid %d", *told.values(), extra=event("serving", **told))
         while not self._stop_signal and self.core.phase is not Phase.ENDED:
             self._wait()
             started = time.monotonic()
@@ -302,9 +301,9 @@ class Rebalancer:
     def _end(self) -> int:
         self._ranks.store()
         if self.core.ended is not None:
-            logger.error("this life ends: %s", self.core.ended)
+            logger.error("this life ends: %s", self.core.ended, extra=event("ended"))
         else:
-            logger.info("ends on signal %d", self._stop_signal)
+            logger.info("ends on signal %d", self._stop_signal, extra=event("ended"))
         counters = self.core.counters
         logger.info(
             "stored %d windows, published %d placements, dropped %d frames to peers that do not read",
@@ -343,7 +342,7 @@ def run_rebalancer(config: RebalancerConfig, *, take_over: bool = False) -> int:
     require_instance("config", config, RebalancerConfig)
     require_bool("take_over", take_over)
     warnings = check_host(config)
-    set_up_logging(config.rebalancer.log_level)
+    set_up_logging(config.rebalancer.log_level, config.rebalancer.log_format)
     for warning in warnings:
         logger.warning("%s", warning)
     return Rebalancer(config, take_over=take_over).run()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from evenroute.dist.log import set_up_logging
 from evenroute.dist.web.history import LoadHistory
 from evenroute.dist.web.process import WebSettings, read_frame
 from evenroute.dist.web.routes import LiveState, Routes
@@ -26,6 +27,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the rebalancer's
     descriptor = sys.stdin.fileno()
     settings = msgspec.msgpack.decode(read_frame(descriptor), type=WebSettings)
+    set_up_logging(settings.log_level, settings.log_format)
     with suppress(OSError):
         os.nice(_NICE)
     state = LiveState(LoadHistory(Path(settings.store)), settings.max_rank_silence_s)

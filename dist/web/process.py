@@ -37,6 +37,7 @@ class WebSettings(Struct, frozen=True, forbid_unknown_fields=True):
     token: str
     is_local: bool
     log_level: str
+    log_format: str = "text"
     descriptor: int = -1
 
 
@@ -73,7 +74,12 @@ class WebProcess:
             return None
         http = parse_address(f"tcp://{settings.http_bind}", field="rebalancer.http_bind")
         told = WebSettings(
-            settings.store, settings.max_rank_silence_s, token, http.is_local, settings.log_level
+            settings.store,
+            settings.max_rank_silence_s,
+            token,
+            http.is_local,
+            settings.log_level,
+            settings.log_format,
         )
         return cls(http.host.strip("[]"), http.port, told)
 

@@ -61,6 +61,11 @@ class OpenLayer:
         )
         self.num_chunks = len(self.chunks)
 
+    def restart(self) -> None:
+        """Forget what is staged: all of it is to be enqueued again."""
+        self.transfer, self.test, self.done, self.staged = None, None, None, False
+        self.chunks.clear()
+
     def moved_on(self, rank: int) -> list[int]:
         """Local slots of ``rank`` that change; the layer must be planned."""
         assert self.transfer is not None, f"layer {self.layer} is not planned"

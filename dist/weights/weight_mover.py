@@ -11,7 +11,6 @@ agreed that the layer is staged everywhere: no peer reads the old rows then.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 import torch.distributed as torch_dist
@@ -21,50 +20,21 @@ from evenroute.dist.groups import is_adopted, require_group
 from evenroute.dist.weights.agree import compare_weights
 from evenroute.dist.weights.chunks import ChunkRecord, ChunkRunner, pick_chunks
 from evenroute.dist.weights.exchange import MigrationError
-from evenroute.dist.weights.expert_weights import ALIGN, LOADER_CALL, ExpertWeights, Loader
+from evenroute.dist.weights.expert_weights import LOADER_CALL, ExpertWeights, Loader
+from evenroute.dist.weights.migration_config import MigrationConfig
 from evenroute.dist.weights.mover import MoveTotals, TableUpdater
 from evenroute.dist.weights.open_layer import OpenLayer
 from evenroute.dist.weights.staging import StagingBuffers
 from evenroute.dist.weights.verify import ChecksumTest, ExpectedChecksums
 from evenroute.eplb._checks import (
-    LEAST_S,
-    require_at_least,
-    require_bool,
     require_callable,
     require_instance,
     require_int,
     require_parts,
-    require_seconds,
 )
 from evenroute.eplb.placement.placement import Placement, PlacementRow
 
 __all__ = ["MigrationConfig", "MigrationError", "WeightMover"]
-
-
-@dataclass(frozen=True)
-class MigrationConfig:
-    """How a rank moves weights; equal on all ranks.
-
-    Attributes:
-        staging_bytes: bound on the memory of all staging buffers of this rank.
-        chunk_bytes: most bytes that a rank sends, and receives, in one step (and at most 8 experts: each costs the
-            host a few calls).
-        max_peers: most ranks that a rank exchanges with in one chunk (2 where one round already has two).
-        transfer_limit_s: a chunk that takes longer ends the job (on CUDA 5 s later, counted while it runs).
-        verify: compare a checksum of every moved expert when it is staged and again after each commit.
-    """
-
-    staging_bytes: int = 2 << 30
-    chunk_bytes: int = 64 << 20
-    max_peers: int = 4
-    transfer_limit_s: float = 30.0
-    verify: bool = False
-
-    def __post_init__(self) -> None:
-        for name, low in (("staging_bytes", 1), ("chunk_bytes", ALIGN), ("max_peers", 1)):
-            require_at_least(name, getattr(self, name), low)
-        require_seconds("transfer_limit_s", self.transfer_limit_s, LEAST_S)
-        require_bool("verify", self.verify)
 
 
 class WeightMover:
@@ -184,6 +154,23 @@ class WeightMover:
                     one.layer, int(target[slot]), loader, [r[slot] for r in one.staged_rows]
                 )
         self._rebuild_checksums()
+
+    def weights_written(self) -> None:
+        """The engine itself has written new weights into the live slots, each expert into those that `slot_experts`
+        says, on all ranks at the same step: what is staged of open layers is sent again before this returns, so that a
+        commit agreed before cannot bring old weights back. With nothing open, and without ``verify``, free.
+
+        Raises:
+            MigrationError: as `load`.
+        """
+        self._finish_chunk(block=True)
+        self._rebuild_checksums()
+        begun = [one for one in self._open if one.transfer is not None]
+        for one in begun:
+            one.restart()
+        while not all(one.enqueued for one in begun):
+            self.advance()
+        self._finish_chunk(block=True)
 
     # LayerMover
 

@@ -24,6 +24,7 @@ from evenroute.eplb.loads.skew import Floats
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.shares import count_replicas
 from evenroute.eplb.placement.topology import Topology, automatic_redundant_experts
+from evenroute.eplb.planner.cost import TimeCosts
 from evenroute.eplb.planner.plan import POLICIES, Plan, plan_placement
 from evenroute.eplb.planner.policy import PolicySettings, RebalancePolicy
 
@@ -48,6 +49,7 @@ class ReplaySettings:
         dispatch: "dynamic" uses replicas evenly (or in planned shares), "static" takes the nearest replica.
         dead_band: a plan is only used if it predicts at least so much more balancedness (total).
         max_moves, target: handed to the planner.
+        costs: what moves and imbalance cost in time, for "rebalancer".
     """
 
     ep_size: int
@@ -63,6 +65,7 @@ class ReplaySettings:
     dead_band: float = 0.0
     max_moves: int | None = None
     target: float | None = None
+    costs: TimeCosts = field(default_factory=TimeCosts)
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -310,7 +313,7 @@ class Replay:
 
 def _policy_of(settings: ReplaySettings, num_slots: int) -> RebalancePolicy:
     """The rebalancer's policy; static dispatch cannot honour shares."""
-    known = PolicySettings(uneven_shares=settings.dispatch == "dynamic")
+    known = PolicySettings(uneven_shares=settings.dispatch == "dynamic", costs=settings.costs)
     if settings.target is not None:
         known = replace(known, target=settings.target)
     return RebalancePolicy(settings.topology, num_slots, known)

@@ -102,6 +102,7 @@ class LoadSource:
         key: the placement's key in a placement set, else empty.
         recording, part: what the files of one recording have in common (empty = not known), and which of a rank's
             files this is, from 1 on.
+        measured: what the job's ranks measured of step times and moves (`MeasuredCosts.state`); empty = nothing.
         notes: what a reader has to know about the figures (one line each).
         members: the sources that this one was put together from; empty for a file.
     """
@@ -129,6 +130,7 @@ class LoadSource:
     key: str = ""
     recording: str = ""
     part: int = 1
+    measured: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     members: list[LoadSource] = field(default_factory=list)
     time_line: list[dict[str, Any]] = field(default_factory=list)  # balancedness an engine logged itself

@@ -98,17 +98,17 @@ def full_placement(
     def plan(first: int, last: int) -> None:
         part = slice(first, last)
         full_plan(work[part], topology.ep_size, current.num_slots, groups, nodes, refine, new[part])
-        if hierarchical or not refine or not search_counts:
-            align(old[part], new[part], topology.ep_size, nodes, num_experts, nodes == 1)
+
+    def lay(first: int, last: int) -> None:
+        align(old[first:last], new[first:last], topology.ep_size, nodes, num_experts, nodes == 1)
 
     over_layers(plan, len(busy), num_threads)
-    if search_counts and refine and not hierarchical:
-        improve_even(work, new, topology.ep_size, num_threads)
-
-        def lay(first: int, last: int) -> None:
-            align(old[first:last], new[first:last], topology.ep_size, 1, num_experts, True)
-
-        over_layers(lay, len(busy), num_threads)
+    if search_counts and refine:
+        if nodes == 1:
+            improve_even(work, new, topology.ep_size, num_threads)
+        else:
+            _improve_nodes(work, new, topology, num_threads)
+    over_layers(lay, len(busy), num_threads)
     table = current.physical_to_logical.copy()
     table[busy] = new
     made = Placement(table, num_experts, topology)
@@ -124,6 +124,21 @@ def full_placement(
     for layer in foreign:  # better than any hierarchical row, but not one
         kept = kept.with_row(int(layer), made.row(int(layer)))
     return kept
+
+
+def _improve_nodes(
+    loads: NDArray[np.float64], rows: NDArray[np.int32], topology: Topology, num_threads: int | None
+) -> None:
+    """`improve_even` inside every node of ``rows [L, P]``: its experts and ranks are a pool of their own."""
+    for slots in np.array_split(np.arange(rows.shape[1]), topology.num_nodes):
+        experts = np.stack([np.unique(row) for row in rows[:, slots]])  # [L, E / N]: whole groups
+        pool = np.take_along_axis(loads, experts, axis=1)
+        busy = np.flatnonzero(pool.any(axis=1))
+        found = np.zeros((len(busy), len(slots)), dtype=np.int32)
+        for place, layer in enumerate(busy):
+            found[place] = np.searchsorted(experts[layer], rows[layer, slots])
+        improve_even(np.ascontiguousarray(pool[busy]), found, topology.ranks_per_node, num_threads)
+        rows[busy[:, None], slots] = np.take_along_axis(experts[busy], found, axis=1)
 
 
 def node_bound(loads: NDArray[np.float64], num_groups: int, topology: Topology) -> float | None:

@@ -1,5 +1,6 @@
 """The rebalancer's history store: one SQLite file in WAL mode.
 
+backup       a store copied while it is written
 checkpoint   a thread that moves the log into the file
 connection   the file: opened, and checked for its format
 custody      whether the files are as the writer left them; what was acknowledged

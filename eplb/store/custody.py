@@ -31,34 +31,35 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 class Custody:
     """Compares the stamps of file and log with those after this writer's last write.
 
-    ``lock`` is held by whoever moves the log into the file, and notes the file's stamp then.
+    ``lock`` is held by whoever moves the log into the file, and notes the file's stamp then. The log's stamp is the
+    writer's alone: no thread overwrites what another has noted.
     """
 
     def __init__(self, path: Path) -> None:
         self.lock = threading.Lock()
         self._path = path
         self._file, self._log = str(path.resolve()), f"{path.resolve()}-wal"
-        self._stamps = (_stamp(self._file), _stamp(self._log))
+        self._file_stamp, self._log_stamp = _stamp(self._file), _stamp(self._log)
 
     def note(self) -> None:
         """This writer has written."""
         if self.lock.acquire(blocking=False):
             self.note_file()
             self.lock.release()
-        self._stamps = (self._stamps[0], _stamp(self._log))
+        self._log_stamp = _stamp(self._log)
 
     def note_file(self) -> None:
         """The log was moved into the file; with the lock."""
-        self._stamps = (_stamp(self._file), self._stamps[1])
+        self._file_stamp = _stamp(self._file)
 
     def changed(self) -> bool:
         """Whether somebody else wrote to file or log (or removed them) since."""
-        if _stamp(self._log) != self._stamps[1]:
+        if _stamp(self._log) != self._log_stamp:
             return True
         if not self.lock.acquire(blocking=False):
             return False  # the log is being moved into the file: looked at the next time
         try:
-            return _stamp(self._file) != self._stamps[0]
+            return _stamp(self._file) != self._file_stamp
         finally:
             self.lock.release()
 
@@ -67,7 +68,7 @@ class Custody:
 
         A checkpoint of another process changes the file alone, and nothing in it.
         """
-        file, log = self._stamps
+        file, log = self._file_stamp, self._log_stamp
         now, log_now = _stamp(self._file), _stamp(self._log)
         if now is None or (log is not None and log_now is None):
             return f"its {'file' if now is None else 'log'} was removed or emptied"

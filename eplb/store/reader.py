@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +217,15 @@ class StoreReader:
         for (value,) in self._rows("SELECT value FROM settings WHERE name = ?", (name,)):
             return str(value)
         return None
+
+    def copy_to(self, target: Path) -> None:
+        """All of it, as it is at one moment, into an empty file; StoreError unless the copy is whole."""
+        with self._errors(), closing(sqlite3.connect(target, isolation_level=None)) as copy:
+            self._connection.backup(copy)  # one step; in WAL mode no writer waits for it
+            copy.execute("PRAGMA journal_mode = DELETE")
+            (found,) = copy.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise StoreError(f"store {self.path}: truncated or damaged: {' '.join(found.split())}")
 
     def close(self) -> None:
         """Close the file; may be called again."""

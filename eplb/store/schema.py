@@ -56,6 +56,7 @@ CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 
 
+PRICE_SETTING = "price"  # JSON: what the ranks measured of steps and moves, and what rebalancing was worth
 IN_USE_EVENT = "in-use"
 """Kind of the events that say which rows the ranks route with from then on (`encode_in_use`)."""
 

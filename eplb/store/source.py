@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from evenroute.eplb.loads.decoding import damaged
 from evenroute.eplb.loads.source import LoadSource, LoadWindow, PlacementEvent
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.eplb.store.schema import IN_USE_EVENT, JobRow, PublishedPlacement, decode_in_use
+from evenroute.eplb.store.schema import IN_USE_EVENT, PRICE_SETTING, JobRow, PublishedPlacement, decode_in_use
 from evenroute.eplb.store.writer import StoreError, StoreReader
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
@@ -36,6 +38,7 @@ def read_store(path: Path) -> LoadSource:
                 if (row.placement.num_layers, row.placement.num_logical_experts) == shape
             ]
             used = _used(reader, runs, job, published)
+            measured = _measured(reader, job)
             epochs = reader.epochs()
             states = [state for state in reader.rank_states() if state.run in runs]
             notes = [f"runs of the job: {len(runs)}, lives of the rebalancer: {len(epochs)}"]
@@ -83,8 +86,19 @@ def read_store(path: Path) -> LoadSource:
         phase=job.phase,
         placements=used or published,
         placements_are="in use" if used else "published",
+        measured=measured,
         notes=notes,
     )
+
+
+def _measured(reader: StoreReader, job: JobRow) -> dict[str, Any]:
+    """What the ranks of a job of this shape measured; empty without it, or where it cannot be read."""
+    try:
+        price = json.loads(reader.setting(PRICE_SETTING) or "{}")
+        shape = [job.num_layers, job.num_logical_experts, job.num_slots, job.ep_size]
+        return dict(price["measured"]) if price.get("shape") == shape else {}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return {}
 
 
 def _published(row: PublishedPlacement) -> PlacementEvent:

@@ -53,7 +53,7 @@ def test_manifest_is_valid(path: Path) -> None:
 
 def test_no_yaml_file_escapes_the_checks() -> None:
     read = set(manifest_files()) | set((DEPLOY / "prometheus").glob("*.yml"))
-    all_files = {*DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.yml")}
+    all_files = {*DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.yml")} - set((DEPLOY / "helm").rglob("*.y*ml"))
     assert {path.name for path in all_files - read} <= PATCH_FILES
 
 
@@ -144,7 +144,7 @@ def test_keys_go_only_where_they_belong(rendered: list[Manifest]) -> None:
         s["data"] for s in by_kind(rendered, "Secret") if s["metadata"]["name"] == "evenroute-rank-keys"
     ]
     [own] = [s["data"] for s in by_kind(rendered, "Secret") if s["metadata"]["name"] != "evenroute-rank-keys"]
-    assert set(own) == {"rebalancer.toml", "known_keys.toml"}
+    assert set(own) == {"rebalancer.toml", "known_keys.toml", "http_token"}
     assert set(rank) == {"rank.toml"}
     server = base64.b64decode(own["rebalancer.toml"]).decode()
     secret_key = server.split('secret_key = "')[1].split('"')[0]
@@ -232,9 +232,9 @@ def test_vllm_takes_its_settings_and_finds_the_rebalancer(rendered: list[Manifes
 
 
 def test_overlays_name_files_that_exist_or_that_keygen_makes() -> None:
-    from evenroute.dist.wire.keys import KNOWN_KEYS, SERVER_FILE
+    from evenroute.dist.wire.keys import HTTP_TOKEN, KNOWN_KEYS, SERVER_FILE
 
-    made = {f"keys/{SERVER_FILE}", f"keys/{KNOWN_KEYS}", "keys/rank.toml"}
+    made = {f"keys/{SERVER_FILE}", f"keys/{KNOWN_KEYS}", f"keys/{HTTP_TOKEN}", "keys/rank.toml"}
     for overlay in OVERLAYS:
         folder = DEPLOY / "kubernetes/overlays" / overlay
         kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())

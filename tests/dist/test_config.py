@@ -60,6 +60,7 @@ WRONG: dict[tuple[str, str], dict[object, str | None]] = {
     ("rebalancer", "http_bind"): {**TEXT, "x": "'x' found, expected HOST:PORT", "9100": "'9100' found, expected HOST:PORT", ":9100": "':9100' found, expected HOST:PORT", "h:": "'h:' found", "h:99999": "port 0..65535", "h:-1": "found", "http://h:5": "'http://h:5' found, expected HOST:PORT", "ipc:///x": "HOST:PORT", "a b:5": "HOST:PORT", "[::1]:0": None},
     ("rebalancer", "ready_file"): TEXT,
     ("rebalancer", "log_level"): {"INFO": "debug | info | warning | error", "": "debug | info", 3: "found, expected str"},
+    ("rebalancer", "log_format"): {"JSON": "text | json", "": "text | json", 3: "found, expected str"},
     ("rebalancer", "keep_windows_s"): KEEP,
     ("rebalancer", "roll_up_s"): KEEP,
     ("rebalancer", "max_message_bytes"): whole(65536, 2**30),

@@ -47,6 +47,17 @@ FOREIGN_FLAGS = {
         "--outdir",
         "--disable-shared-experts-fusion",
     ),
+    *(
+        "--model-path",
+        "--tp-size",
+        "--pp-size",
+        "--dp-size",
+        "--enable-dp-attention",
+        "--no-deps",
+        "--nnodes",
+    ),
+    *("--elastic-ep-backend", "--enable-two-batch-overlap", "--enable-pdmux", "--enable-waterfill"),
+    *("--enable-memory-saver", "--startup-weight-load-mode", "--eplb-rebalance-num-iterations", "--eplb-"),
     # vLLM's
     *(
         "--additional-config",

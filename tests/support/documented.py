@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "deploy/README.md")
-PROGRAMS = r"(?:[\w./-]*/)?(?:evenroute|torchrun|make|pip|docker|kubectl|sbatch|systemctl|python3?)"
+PROGRAMS = r"(?:[\w./-]*/)?(?:evenroute|torchrun|make|pip|docker|helm|kubectl|sbatch|systemctl|python3?)"
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _SHELLS = ("sh", "bash", "shell", "console")

@@ -1,5 +1,5 @@
 """The seeded fault simulator: the protocol's own cores under loss, delay, duplication, reordering, stops, crashes,
-lost stores, two masters, full disks, slow transfers, bad content and skewed clocks.
+lost stores, two masters, full disks, slow transfers, bad content, skewed clocks and a hostile peer.
 
     cd tests && python -m support.simulator --seeds 0:1000          # prints failing seeds; exit status 1 if any
     cd tests && python -m support.simulator --seeds 4711:4712 --trace   # exact replay, every event
@@ -42,6 +42,7 @@ from support.simulator_history import (
     counts_are_accounted_for,
     violations,
 )
+from support.simulator_hostile import HOSTILE, SimHostile
 from support.simulator_job import SimJob
 from support.simulator_knobs import Knobs, placement_pool
 from support.simulator_rank import SimRank
@@ -104,6 +105,7 @@ class World:
         self.connected: list[SimRebalancer | None] = [None] * self.knobs.ranks
         self.cut_until = [0.0] * self.knobs.ranks
         self.job = SimJob(self)
+        self.hostile = SimHostile(self) if self.knobs.hostile else None
         if self.rng.random() < 0.8:
             self.start_rebalancer()
         else:
@@ -153,6 +155,10 @@ class World:
 
     def send_down(self, sender: SimRebalancer, rank: int, message: Down) -> None:
         """From a rebalancer to whichever process is this rank when it arrives."""
+        if rank == HOSTILE:
+            assert self.hostile is not None
+            self.hostile.on_message(message)
+            return
         if self.now < self.cut_until[rank] and self.faulty:
             return
         if self.faulty and isinstance(message, PlacementMessage) and self.rng.random() < self.knobs.damage:

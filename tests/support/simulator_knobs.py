@@ -35,6 +35,7 @@ class Knobs:
     damage: float
     shared_counts: bool
     through_the_wire: bool
+    hostile: bool
     heartbeat_s: float = 4.0
     resend_s: float = 3.0
     start_limit_s: float = 6.0
@@ -62,6 +63,7 @@ class Knobs:
             damage=rng.choice([0.0, 0.0, 0.1]),
             shared_counts=rng.random() < 0.15,
             through_the_wire=seed % 16 == 0,
+            hostile=seed % 3 == 1,
         )
 
 

@@ -6,7 +6,7 @@ checks of the histories have to see it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -334,6 +334,34 @@ class Unordered(RebalancerCore):
             self.view.__class__ = UnorderedView
 
 
+class OpenView(RunView):
+    """Anybody speaks for a rank."""
+
+    def speaks_for(self, peer: Hashable, rank: int) -> bool:
+        return rank in self.ranks
+
+    def is_another(self, status: RankStatus) -> bool:
+        return False
+
+
+class TakesWindowsOfAll(RebalancerCore):
+    """Takes a rank's windows of whoever sends them."""
+
+    def _adopt(self, status: RankStatus) -> None:
+        super()._adopt(status)
+        assert self.view is not None
+        self.view.__class__ = type("View", (RunView,), {"speaks_for": OpenView.speaks_for})
+
+
+class TakesStatusesOfAll(RebalancerCore):
+    """Takes a rank's status of whoever sends it."""
+
+    def _adopt(self, status: RankStatus) -> None:
+        super()._adopt(status)
+        assert self.view is not None
+        self.view.__class__ = type("View", (RunView,), {"is_another": OpenView.is_another})
+
+
 class NoToken(RebalancerCore):
     """Follows whichever run it hears."""
 
@@ -429,4 +457,6 @@ MUTATIONS: dict[str, Parts] = {
     "no-heartbeat": Parts(rank_core=NoHeartbeat),
     "no-acknowledgement-of-duplicates": Parts(windows=NoDuplicateAck),
     "no-answer-with-the-newest": Parts(rebalancer=NoAnswer),
+    "windows-of-whoever-sends-them": Parts(rebalancer=TakesWindowsOfAll),
+    "status-of-whoever-sends-it": Parts(rebalancer=TakesStatusesOfAll),
 }

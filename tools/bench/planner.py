@@ -29,6 +29,7 @@ from evenroute.eplb.planner.moves import MoveLimits, exact_shares, moved_placeme
 from evenroute.eplb.planner.warm_up import warm_up
 from evenroute.tools.bench.planning.baseline import greedy_plan, greedy_plan_layers_at_once
 from evenroute.tools.bench.planning.check import judge, linear_programme, moved
+from evenroute.tools.bench.planning.layer_budgets import layer_budgets
 from evenroute.tools.bench.planning.next import next_windows, synthetic_loads
 from evenroute.tools.bench.planning.peers import Peer, open_peers
 from evenroute.tools.bench.planning.rows import Clock, Row, at_least, at_most, note, show
@@ -210,6 +211,7 @@ def sections(
         "skewed": lambda: skewed(peers),
         "sizes": lambda: sizes(),
         "decision": lambda: decision_time(files),
+        "budgets": lambda: layer_budgets(files),
     }
 
 
@@ -235,13 +237,25 @@ def run(chosen: list[Section], as_json: bool) -> int:
     return int(any(row.ok is False for row in rows))
 
 
-SECTIONS = ("full", "changes", "redundancy", "time", "next", "layout", "skewed", "sizes", "decision")
+SECTIONS = (
+    "full",
+    "changes",
+    "redundancy",
+    "time",
+    "next",
+    "layout",
+    "skewed",
+    "sizes",
+    "decision",
+    "budgets",
+)
 ON_ANY_LOADS = (
     "next",
     "layout",
     "skewed",
     "sizes",
     "decision",
+    "budgets",
 )  # the others promise figures of the real ones
 
 

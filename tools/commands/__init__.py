@@ -5,9 +5,10 @@ bench        runs a benchmark
 convert      writes other engines' files
 inspect      loads, placements, dumps and stores
 keygen       CURVE keys
-orders/      pause, resume, rollback, scale
 plan         a placement from loads
-launch       ranks that come and go
+pause        plans stop
+resume       plans go on
+rollback     the placement before, again
 rebalancer   the daemon
 record       recordings of a running job
 replay       other settings on a history

@@ -59,6 +59,9 @@ def rebalancer(
     log_level: Annotated[
         str | None, setting("rebalancer.log_level", "debug, info, warning or error.")
     ] = None,
+    log_format: Annotated[
+        str | None, setting("rebalancer.log_format", "text, or json: one object a line, with fields.")
+    ] = None,
     keys: Annotated[str | None, setting("security.keys", "Folder made by `evenroute keygen`.")] = None,
     insecure: Annotated[
         bool,
@@ -104,6 +107,7 @@ def rebalancer(
                 "http_bind": http_bind,
                 "ready_file": ready_file,
                 "log_level": log_level,
+                "log_format": log_format,
             },
             "planner": {
                 "interval": seconds_or_windows[0],

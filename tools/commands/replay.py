@@ -139,26 +139,33 @@ def build(
     """
     from evenroute.eplb.analysis.replay import Replay, ReplaySettings
     from evenroute.eplb.placement.topology import Topology, automatic_redundant_experts
-    from evenroute.tools.in_use import placement_in_use, recorded_redundancy
+    from evenroute.tools.in_use import measured_costs, placement_in_use, recorded_redundancy
     from evenroute.tools.inputs import open_placement
 
     known = None if start is None else open_placement(start)
     replays, begins = [], []
     for ranks in ep_sizes:
+        topology = Topology(ranks, common["num_nodes"])
         placement = None if known is None else known.to_placement(ranks, common["num_nodes"])
         fill = automatic_redundant_experts(source.num_logical_experts, ranks)
         stated = recorded_redundancy(source, ranks)
+        costs = measured_costs(source, ranks)
         spares = redundant if redundant is not None else [fill + ranks if stated is None else stated]
         for spare, policy, interval in product(spares, policies, intervals):
             if policy == "none" and interval != intervals[0]:
                 continue
             settings = ReplaySettings(
-                ep_size=ranks, num_redundant_experts=spare, policy=policy, interval=interval, **common
+                ep_size=ranks,
+                num_redundant_experts=spare,
+                policy=policy,
+                interval=interval,
+                costs=costs,
+                **common,
             )
             begin, origin = placement, str(start)
             if begin is None:
                 slots = source.num_logical_experts + spare
-                found = placement_in_use([source], Topology(ranks, common["num_nodes"]), slots, newest=False)
+                found = placement_in_use([source], topology, slots, newest=False)
                 begin, origin = found or (None, "experts in order, redundant slots round-robin")
             replays.append(Replay(source.num_layers, source.num_logical_experts, settings, begin))
             begins.append(origin)
@@ -196,7 +203,9 @@ def _show(
     as_json: bool,
 ) -> None:
     facts = [
-        result.as_dict(experts_share=experts_share, expert_bytes=size.num_bytes) | {"begins_with": begin}
+        result.as_dict(experts_share=experts_share, expert_bytes=size.num_bytes)
+        | {"begins_with": begin}
+        | {"priced": result.settings.costs.told() if result.settings.policy == "rebalancer" else None}
         for result, begin in zip(results, begins, strict=True)
     ]
     worth = _worthwhile(results)

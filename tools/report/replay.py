@@ -67,6 +67,8 @@ def show(
         )
     for begin in dict.fromkeys(run["begins_with"] for run in runs):
         out.print(Text(f"Runs begin with {visible(begin)}."))
+    for priced in dict.fromkeys(run["priced"] for run in runs if run["priced"]):
+        out.print(Text(f"The rebalancer's moves are priced: {priced}."))
     out.print(
         Text(
             f"Step time is against experts in order without EPLB, with experts taking {100 * experts_share:.0f} % "

@@ -101,6 +101,9 @@ def test_the_schedules_are_not_idle() -> None:
     worlds = [World(seed) for seed in range(60)]
     for world in worlds:
         world.run()
+    hostile = [world.hostile for world in worlds if world.hostile is not None]
+    assert len(hostile) == 20
+    assert sum(one.sent - one.refused_at_the_wire for one in hostile) > 500
     histories = [world.history for world in worlds]
     assert {world.knobs.ranks for world in worlds} >= {2, 3, 4, 5, 8}
     assert sum(world.num_lives > 1 for world in worlds) > 20

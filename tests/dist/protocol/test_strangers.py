@@ -14,7 +14,7 @@ from evenroute.dist.rebalancer.guards import JobGate
 from evenroute.dist.rebalancer.traffic import RankTraffic
 from evenroute.dist.wire.keys import LOCAL_ROLE
 from evenroute.dist.wire.link import Received
-from evenroute.dist.wire.messages import MessageError, encode
+from evenroute.dist.wire.messages import MessageError, Token, encode
 from evenroute.dist.wire.received import decode_up
 from support.protocol_helpers import JOB, RUN, rank_core, replace, status_of, window_of
 from support.protocol_loop import running
@@ -85,3 +85,19 @@ def test_the_name_of_a_job_that_is_turned_away_is_escaped() -> None:
     (text,) = gate.problems(loop.now)
     assert text.isprintable()
     assert "evil" in text
+
+
+def test_a_restarted_job_is_not_told_as_turned_away_once_it_is_the_current_one() -> None:
+    loop = running()
+    gate = JobGate(loop.core, LimitedLog(logging.getLogger("evenroute")))
+    again = replace(loop.ranks[0].status(), run=RUN + 1)
+    assert gate.refuses(again, loop.now)  # the old ranks were heard a moment ago
+    (told,) = gate.problems(loop.now)
+    assert f"job {RUN + 1:x}" in told
+    later = loop.now + 10.0
+    assert not gate.refuses(again, later)
+    (answer,) = loop.core.receive("x", again, later)
+    assert isinstance(answer.message, Token)
+    loop.core.receive("x", replace(again, token=answer.message.token), later)
+    assert not gate.refuses(again, later)  # its next heartbeat
+    assert gate.problems(later) == []

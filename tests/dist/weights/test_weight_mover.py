@@ -233,7 +233,7 @@ def test_a_draft_model_has_a_placement_of_its_own() -> None:
     assert rank_pool(2).run(_two_models, case, draft) == [True, True]
 
 
-def _reload_mid_migration(ranks: Ranks, case: Case, at_step: int) -> bool:
+def _reload_mid_migration(ranks: Ranks, case: Case, at_step: int, written: bool) -> bool:
     """New weights for all experts while a migration is `at_step` steps old; afterwards all slots hold the new ones."""
     world = build_world(ranks, case)
     size = (case.num_layers, case.num_experts, case.num_slots, case.topology)
@@ -243,7 +243,14 @@ def _reload_mid_migration(ranks: Ranks, case: Case, at_step: int) -> bool:
     in_flight = world.mover.in_flight() is not None
     new = replace(case, seed=case.seed + 77)
     full = [expert_tensors(new, layer) for layer in range(case.num_layers)]
-    world.mover.reload(lambda layer, expert: {name: t[expert] for name, t in full[layer].items()})
+    if written:  # by the engine's own loader
+        for layer in range(case.num_layers):
+            for slot, expert in enumerate(world.mover.slot_experts(layer).tolist()):
+                for name, tensor in world.mover.weights.layers[layer].tensors.items():
+                    tensor[slot].copy_(full[layer][name][expert])
+        world.mover.weights_written()
+    else:
+        world.mover.reload(lambda layer, expert: {name: t[expert] for name, t in full[layer].items()})
     world.case = new
     check_weights(world)
     run_until_idle(world)
@@ -251,9 +258,10 @@ def _reload_mid_migration(ranks: Ranks, case: Case, at_step: int) -> bool:
     return in_flight
 
 
-def test_a_reload_reaches_what_is_staged_too() -> None:
+@pytest.mark.parametrize("written", [False, True])
+def test_a_reload_reaches_what_is_staged_too(written: bool) -> None:
     case = Case(ep_size=2, seed=25, num_layers=3, staging_layers=2, chunk_bytes=1024, verify=True)
-    in_flight = [rank_pool(2).run(_reload_mid_migration, case, at)[0] for at in range(1, 9)]
+    in_flight = [rank_pool(2).run(_reload_mid_migration, case, at, written)[0] for at in range(1, 9)]
     assert sum(in_flight) >= 4, "most reloads hit a transfer"
 
 

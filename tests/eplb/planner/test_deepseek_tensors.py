@@ -49,3 +49,8 @@ def test_bad_loads_are_refused_with_layer_and_expert() -> None:
 def test_a_tensor_that_holds_no_loads_is_refused_in_one_line(bad: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"\Aweight must be numbers \[layers, experts\]: [^\n]+\Z"):
         rebalance_experts(bad, 8, 1, 1, 4)
+
+
+def test_a_complex_tensor_is_named() -> None:
+    with pytest.raises(ValueError, match="complex64 is complex"):
+        rebalance_experts(torch.ones(2, 8, dtype=torch.complex64), 8, 1, 1, 4)

@@ -201,3 +201,21 @@ def test_an_impossible_hierarchy_is_refused() -> None:
         plan_placement(loads, topology=Topology(8, 4), num_slots=24, num_groups=4, policy="hierarchical")
     with pytest.raises(ValueError, match="policy='magic', expected one of global"):
         plan_placement(loads, topology=Topology(8), num_slots=8, policy="magic")
+
+
+def test_further_counts_are_tried_inside_every_node_too() -> None:
+    pool = [600.0, 560, 120, 120, 20, 10, 10, 10]
+    loads = np.array([pool + pool[::-1], pool[::-1] + pool])
+    alone = plan_placement(loads[:, :8], topology=Topology(8), num_slots=16)
+    plan = plan_placement(loads, topology=Topology(16, 2), num_slots=32, num_groups=2, policy="hierarchical")
+    plain_check(plan.placement, loads, 16)
+    assert plan.predicted.mean == pytest.approx(alone.predicted.mean, abs=1e-9)
+    assert plan.predicted.mean > 0.9, "greedy counts give 0.78"
+    for row in plan.placement.physical_to_logical.reshape(2, 2, 16):
+        assert [len({int(expert) // 8 for expert in node}) for node in row] == [1, 1]
+
+
+def test_a_node_without_load_is_left_as_it_is() -> None:
+    loads = np.array([[9.0, 5, 3, 1, 0, 0, 0, 0]])
+    plan = plan_placement(loads, topology=Topology(4, 2), num_slots=12, num_groups=2, policy="hierarchical")
+    plain_check(plan.placement, loads, 4)

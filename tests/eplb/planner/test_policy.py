@@ -176,3 +176,23 @@ def test_hierarchical_settings_keep_groups_on_nodes() -> None:
         group = (placement.physical_to_logical // 16).reshape(2, 2, -1)
         for layer in group:
             assert not set(layer[0].tolist()) & set(layer[1].tolist())
+
+
+def test_a_steady_layer_gets_no_moves_and_a_restless_one_those_of_its_neighbours() -> None:
+    random = np.random.default_rng(9)
+    truth = skewed(random, 4, 64)
+    policy = RebalancePolicy(Topology(8), 72)
+    placement = Placement.initial(4, 64, 72, Topology(8))
+    moved = np.zeros(4, dtype=np.int64)
+    most = 0
+    for window in range(16):
+        if window % 4 == 3:
+            truth[2] = skewed(random, 1, 64)[0]
+        decision = policy.decide(random.multinomial(10**6, truth), placement)
+        if decision.plan is not None:
+            moved += decision.plan.moves if window else 0
+            most = max(most, int(decision.plan.moves[2]) if window else 0)
+            placement = decision.plan.placement
+    assert moved[[0, 1, 3]].tolist() == [0, 0, 0]
+    assert moved[2] > 0
+    assert most > 0.02 * 72, "more than its own part of the budget"

@@ -5,13 +5,23 @@ import zipfile
 import numpy as np
 import pytest
 
+from evenroute.eplb.analysis.replay import Replay, ReplaySettings
 from evenroute.eplb.loads.balance import placement_balancedness
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.plan import plan_placement
 from evenroute.tools.bench.planner import main
 from evenroute.tools.bench.planning.baseline import greedy_plan, greedy_plan_layers_at_once
 from evenroute.tools.bench.planning.check import judge, linear_programme, moved
-from evenroute.tools.bench.planning.next import TRACES, follow_peer, mixtures, synthetic_loads, trace
+from evenroute.tools.bench.planning.layer_budgets import by_layer
+from evenroute.tools.bench.planning.next import (
+    TRACES,
+    by_policy,
+    follow_peer,
+    mixtures,
+    start_of,
+    synthetic_loads,
+    trace,
+)
 from evenroute.tools.bench.planning.peers import open_peers
 from evenroute.tools.bench.planning.time import drift, stationary
 
@@ -34,6 +44,35 @@ def test_the_judge_counts_like_the_planner_and_refuses_bad_placements() -> None:
     with pytest.raises(AssertionError, match="65535"):
         judge([[0, 1, 2, 0]], [[1, 65535, 65535, 1]], [[1, 1, 1]], 2)
     assert linear_programme([4, 1, 1], [0, 1, 2, 0], 2) == pytest.approx(3)
+
+
+def test_the_bench_decides_as_a_replay_of_the_same_windows_does() -> None:
+    files = synthetic_loads(count=4, layers=12, experts=32)
+    truth, counts = trace(files, "switch every 4", 3)
+    start = start_of(truth[0], 8, 40)
+    step, placement = by_policy(counts, 0.02, 8, 40), start
+    replay = Replay(len(truth[0]), 32, ReplaySettings(8, 8, policy="rebalancer"), start=start)
+    changes = 0
+    for window in range(10):
+        replay.feed(counts[window])
+        assert replay.result.placement.digest() == placement.digest(), f"in use in window {window}"
+        made = step(window, placement)
+        changes += made.digest() != placement.digest()
+        placement = made
+    assert changes > 2
+
+
+def test_budgets_by_layer_are_the_best_of_all() -> None:
+    random = np.random.default_rng(5)
+    for budget in range(8):
+        values = np.sort(random.random((3, 4)), axis=0)[::-1]
+        steps = by_layer(values, budget)
+        every = np.stack(np.meshgrid(*[np.arange(3)] * 4)).reshape(4, -1)
+        fits = every[:, every.sum(axis=0) <= budget]
+        assert steps.sum() <= budget
+        assert values[steps, range(4)].sum() == pytest.approx(
+            values[fits, np.arange(4)[:, None]].sum(axis=0).min()
+        )
 
 
 def test_both_baselines_make_the_same_valid_plan() -> None:

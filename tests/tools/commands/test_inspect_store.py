@@ -11,7 +11,9 @@ import pytest
 from evenroute.eplb.loads.balance import balancedness, rank_loads
 from evenroute.eplb.placement.placement import Placement, row_digest
 from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.cost import TimeCosts
 from evenroute.eplb.planner.plan import plan_placement
+from evenroute.eplb.planner.price.measured import MeasuredCosts, RankTimes
 from evenroute.eplb.store.schema import IN_USE_EVENT, encode_in_use
 from evenroute.eplb.store.writer import HistoryStore, JobRow, RankWindowRow
 from support.command import assert_one_line_error, evenroute, evenroute_without
@@ -260,4 +262,28 @@ def test_a_replay_begins_with_the_placement_in_use_at_the_first_window(
     assert run["begins_with"] == f"the first placement published in run.db ({SLOTS} slots)"
     assert run["points"][0]["mean"] == pytest.approx(
         balancedness(rank_loads(counts.astype(float), plan.placement)).mean
+    )
+
+
+def test_a_replay_prices_moves_with_what_the_ranks_measured(store: HistoryStore, tmp_path: Path) -> None:
+    measured = MeasuredCosts()
+    for rank in range(RANKS):
+        measured.add(7, rank, RankTimes(10, 0.02, lost_seconds=2.0, transfer_seconds=4.0, slots=8))
+    shape = [LAYERS, EXPERTS, SLOTS, RANKS]
+    call = ("replay", tmp_path / "run.db", "--policy", "rebalancer")
+    for price, source in (
+        ({"shape": shape, "measured": measured.state, "worth": {}}, "measured"),
+        ({"shape": [*shape[:-1], RANKS + 1], "measured": measured.state}, "default"),
+        ({"shape": shape, "measured": {"moved": {"slots": "many"}}}, "default"),
+        ([1], "default"),
+    ):
+        store.set_setting("price", json.dumps(price), epoch=EPOCH)
+        (run,) = evenroute(*call, "--json").json["runs"]
+        costs = TimeCosts(**run["settings"]["costs"])
+        assert costs.source == source
+        assert run["priced"] == costs.told()
+        if source == "measured":
+            assert costs.moving(8, RANKS) == pytest.approx(2.0)
+    assert (
+        "The rebalancer's moves are priced: a slot costs its rank 1.76 ms (default)" in evenroute(*call).out
     )

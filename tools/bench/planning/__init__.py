@@ -1,6 +1,7 @@
 """Parts of `evenroute bench planner`.
 
 next       balance of the next window on six kinds of traces
+layer_budgets  redundant slots that differ by layer
 skewed     skewed and tight loads
 time       how long plans take
 rows       rows of the tables

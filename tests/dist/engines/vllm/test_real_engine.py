@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,7 +63,9 @@ class Engine:
             json.dumps({"model": str(model), **arguments}),
         ]
         with (folder / "log").open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=folder)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=env, cwd=folder, start_new_session=True
+            )
 
     def order(self, rounds: int, **more: Any) -> None:
         path = self.folder / "order.json"
@@ -114,8 +117,8 @@ def running(folder: Path, model: Path, arguments: dict[str, Any], **environment:
     try:
         yield engine
     finally:
-        if engine.process.poll() is None:
-            engine.process.terminate()
+        if engine.process.poll() is None:  # its workers too
+            os.killpg(engine.process.pid, signal.SIGKILL)
             engine.process.wait(60)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evenroute.tools.commands.orders.pause import Keys, Timeout, order_plans
+from evenroute.tools.commands.pause import Keys, Timeout, order_plans
 from evenroute.tools.options import Address
 
 
