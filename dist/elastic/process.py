@@ -174,6 +174,7 @@ class MemberProcess:
         """What was counted goes into the stream; the core says what was live."""
         if self._agent is not None:
             self._rank_core, self._driver = self._agent.detach()
+            self._builder.took(self._rank_core)  # placements were committed meanwhile
             self._builder.close()
             self._agent = None
 
