@@ -31,6 +31,7 @@ from evenroute.dist.wire.link import CONTROL_TAG, DealerLink
 from evenroute.eplb._checks import describe, require_number, shown
 
 _REQUESTS = typing.get_args(Request)
+_Kind = typing.TypeVar("_Kind")
 
 
 class UnreachableError(OSError):
@@ -59,7 +60,7 @@ class ControlClient:
         return DealerLink(self._parsed, keys=self._own, max_message_bytes=ANSWER_LIMIT_BYTES, queues=True)
 
     def ask(self, request: Request) -> Answer:
-        """Send and wait; UnreachableError past the time limit, MessageError for an answer that is none.
+        """Send and wait; UnreachableError past the time limit, MessageError for an answer that cannot be decoded.
 
         The client may be asked again after an UnreachableError: it connects anew, so that a late answer to one question
         is never taken for the answer to the next. A request that no rebalancer could read is refused with ValueError
@@ -79,8 +80,20 @@ class ControlClient:
             f"rebalancer at {self._address}: no answer within {self._timeout_s:g} s; {self._hint()}"
         )
 
+    def expect(self, request: Request, kind: type[_Kind]) -> _Kind:
+        """`ask`, for an answer of one kind; RefusedError with the rebalancer's reason for any other."""
+        answer = self.ask(request)
+        if isinstance(answer, kind):
+            return answer
+        unexpected = f"unexpected answer {type(answer).__name__}"
+        raise RefusedError(answer.reason if isinstance(answer, Refused) else unexpected)
+
+    def status(self) -> RebalancerStatus:
+        """The rebalancer's status; raises as `expect`."""
+        return self.expect(StatusRequest(), StatusAnswer).status
+
     def _hint(self) -> str:
-        """What to look at; an address with keys does not answer those who have none."""
+        """What to look at; an address with keys does not answer peers without one."""
         found = _connection_problem(self._parsed)
         if found:
             return found
@@ -148,12 +161,7 @@ def query_status(
 ) -> RebalancerStatus:
     """The rebalancer's status. Raises UnreachableError, RefusedError, or ValueError for a bad address or key file."""
     with ControlClient(address, keys=keys, timeout_s=timeout_s) as client:
-        answer = client.ask(StatusRequest())
-    if isinstance(answer, StatusAnswer):
-        return answer.status
-    raise RefusedError(
-        answer.reason if isinstance(answer, Refused) else f"unexpected answer {type(answer).__name__}"
-    )
+        return client.status()
 
 
 def command(
@@ -178,8 +186,6 @@ def read_recording(
     with ControlClient(address, keys=keys, timeout_s=timeout_s) as client:
         offset: int | None = 0
         while offset is not None:
-            answer = client.ask(RecordRead(offset=offset, rank=rank))
-            if not isinstance(answer, Recorded):
-                raise RefusedError(answer.reason if isinstance(answer, Refused) else "unexpected answer")
+            answer = client.expect(RecordRead(offset=offset, rank=rank), Recorded)
             yield answer
             offset = answer.next_offset

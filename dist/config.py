@@ -20,14 +20,14 @@ from os import PathLike
 from typing import Annotated, Any, NamedTuple
 
 from evenroute.dist.wire.address import Address, bracketed, parse_address
-from evenroute.eplb._checks import LEAST_S, MOST_S, require_path, shown
+from evenroute.eplb._checks import LEAST_S, MOST_S, as_path, shown
 from evenroute.eplb._io import read_input_text
 
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]+|\*", re.ASCII)
 
 
 class Rule(NamedTuple):
-    """What a value must fulfil (None and "" apart), and how that is said: "X found, expected `expected`"."""
+    """A condition on a value (None and "" excepted), and its message: "X found, expected `expected`"."""
 
     good: Callable[[Any], bool]
     expected: str
@@ -261,7 +261,7 @@ SECTIONS: dict[str, type] = {
 
 def read_toml(path: str | PathLike[str]) -> dict[str, dict[str, object]]:
     """The tables of a settings file, unchecked but for their names; ValueError or OSError in one line."""
-    path = require_path("config", path)
+    path = as_path("config", path)
     try:
         text = read_input_text(path)
     except OSError as error:

@@ -51,12 +51,6 @@ def require_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={describe(value)} is not one of {', '.join(allowed)}")
 
 
-def require_one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
-    """As `require_choice`, in the planner's words."""
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name}={describe(value)}, expected one of {', '.join(allowed)}")
-
-
 def require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
     """Raise ValueError unless ``value`` is an int (no bool) in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int):
@@ -129,21 +123,6 @@ def as_integer(name: str, value: Any, low: int | None = None, high: int | None =
     return int(value)
 
 
-def as_path(name: str, value: Any) -> Path:
-    """``value`` as a path.
-
-    Raises:
-        ValueError: neither text nor a path, or one that no file can have.
-    """
-    try:
-        text = os.fspath(value)
-    except CONVERSION_ERRORS:
-        text = None
-    if not isinstance(text, str) or "\0" in text:
-        raise ValueError(f"{name} must be a path, found {describe(value)}")
-    return Path(text)
-
-
 def _as_array(name: str, form: str, values: Any) -> NDArray[Any]:
     try:
         return np.asarray(values)
@@ -195,31 +174,25 @@ def shown(value: Any) -> str:
     return describe(value)
 
 
-def require_path(name: str, value: Any) -> Path:
-    """`value`, a str or a path, as a path; ValueError for anything else, for none, and for one no file can have."""
+def as_path(name: str, value: Any) -> Path:
+    """`value`, a str or a path, as a path; ValueError for anything else, for "", and for one no file can have."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):
         raise ValueError(f"{name} must be a path, found {describe(value)}")
-    if not text or "\0" in text or not _is_utf8(text):
+    try:
+        known = bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        known = False
+    if not known:
         raise ValueError(f"{name} must be a path, found {shown(text)}")
     return Path(text)
 
 
-def require_at_least(name: str, value: Any, low: int, high: int = MAX_INTEGER) -> None:
-    """Raise ValueError unless `value` is an int (no bool) in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        require_int(name, value, low)
-    if value < low:
-        raise ValueError(f"{name}={describe(value)}: must be at least {low}")
-    if value > high:
-        raise ValueError(f"{name}={describe(value)}: must be at most {high}")
-
-
-def require_seconds(name: str, value: Any, low: float = 0.0, high: float = MOST_S) -> None:
-    """Raise ValueError unless `value` is a time in [low, high] seconds."""
+def require_seconds(name: str, value: Any, low: float = 0.0) -> None:
+    """Raise ValueError unless `value` is a time in [low, `MOST_S`] seconds."""
     require_number(name, value)
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be {low:g} to {high:g} seconds, found {describe(value)}")
+    if not low <= value <= MOST_S:
+        raise ValueError(f"{name} must be {low:g} to {MOST_S:g} seconds, found {describe(value)}")
 
 
 def require_parts(
@@ -237,14 +210,6 @@ def require_callable(name: str, value: Any, takes: str) -> None:
     """Raise ValueError unless `value` can be called; `takes` says how, for the message."""
     if not callable(value):
         raise ValueError(f"{name} must be callable as {takes}, found {describe(value)}")
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _class_or(value: Any) -> str:

@@ -35,7 +35,7 @@ def sources_hash() -> str:
 
 
 def _is_ours(folder: Path) -> bool:
-    """The cache holds pickles, so only a folder that nobody else can write is trusted."""
+    """The cache holds pickles, so only a folder that no other user can write is trusted."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()

@@ -2,7 +2,7 @@
 refused.
 
 Inputs are opened here, or checked here before a library opens them by name. Most readers read a file more than once,
-so what a pipe brings is no substitute.
+so a pipe is no substitute.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _check(path: str | PathLike[str], mode: int) -> None:
 
 
 def check_input(path: str | PathLike[str]) -> None:
-    """Refuse what is no regular file (a link to one is); nothing is opened, so nothing can block.
+    """Refuse anything but a regular file or a link to one; nothing is opened, so nothing can block.
 
     Raises:
         OSError: absent, a folder, or out of reach.

@@ -60,11 +60,12 @@ def _with_counters(router: Router, counts: Tensor, tickets: Tensor | None) -> Ro
     other = copy.copy(router)
     other.counters = counters
     other.plan = replace(router.plan, counters=counters)
+    other.direct = None  # that one counts into the router's own
     return other
 
 
 def _all_outputs(output: RoutingOutput) -> Outputs:
-    """The six tensors of an output; a fresh empty one stands for each that was not emitted."""
+    """The six tensors of an output; a new empty one in place of each that was not emitted."""
     found = (getattr(output, name) for name in OUTPUT_NAMES)
     empty = output.weights.new_empty
     weights, *rest = (empty((0,), dtype=torch.int32) if tensor is None else tensor for tensor in found)

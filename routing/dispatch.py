@@ -3,7 +3,8 @@
 `static`          one slot per (rank, expert)
 `dynamic`         exact: ticket + start, modulo the replicas; hash: of (row, expert, rank, seed)
 `rank_invariant`  hash of (global row, expert)
-`weighted`        the same three forms, replicas in planned shares (exact: within 1 of share x n after any n tickets)
+`weighted`        the same three forms, replicas in planned shares (exact: within 1 of share x n after any n tickets);
+                  batch: in shares corrected for the batch, see `batch.solve`
 """
 
 from __future__ import annotations
@@ -27,9 +28,14 @@ INVARIANT_SALT = 0x165667B1
 
 def hash_salt(mode: Mode, ep_rank: int, seed: int = 0) -> int:
     """32-bit salt of the hash: rank and seed, or one constant for the rank-invariant modes."""
-    if mode.pick == "hash" and not mode.by_rank:
+    if not mode.by_rank:
         return INVARIANT_SALT
     return ((ep_rank + 1) * RANK_MULTIPLIER + seed * SEED_MULTIPLIER) & _MASK32
+
+
+def as_signed32(value: int) -> int:
+    """A 32-bit number as kernels take it."""
+    return value - (1 << 32) if value >= 1 << 31 else value
 
 
 def hash_rows(rows: Tensor, experts: Tensor, salt: int) -> Tensor:
@@ -57,9 +63,7 @@ def deal_tickets(ids: Tensor, valid: Tensor, tickets: Tensor) -> Tensor:
     return now.reshape(ids.shape)
 
 
-def pick_by_ticket(
-    tables: DispatchTables, layer: int, ids: Tensor, tickets: Tensor, weighted: bool
-) -> Tensor:
+def pick_by_ticket(tables: DispatchTables, layer: int, ids: Tensor, tickets: Tensor, mode: Mode) -> Tensor:
     """Replica index `[T, K]`: tickets in turn, ranks from different starts; uneven experts in planned shares.
 
     Shares: after n tickets from the start of the count (ticket 0) every replica has its share x n within 1, whatever
@@ -69,7 +73,7 @@ def pick_by_ticket(
     """
     offset, count, uneven = spans(tables, layer, ids)
     replica = (tickets + tables.ep_rank + ids) % count
-    if weighted and bool(uneven.any()):
+    if mode.weighted and bool(uneven.any()):
         threshold, turn = tables.replica_threshold[layer].long(), tickets % SHARE_TOTAL
         few, many = uneven & (count <= TREE_REPLICAS), uneven & (count > TREE_REPLICAS)
         replica[few] = split_shares(threshold, offset[few], count[few], turn[few])
@@ -82,7 +86,7 @@ def split_shares(threshold: Tensor, offset: Tensor, count: Tensor, tickets: Tens
 
     A binary tree over the expert's replicas: a node with share w of `total` passes the nearest integer to w * t / total
     of its first t tickets to its left half. So the halves are off their shares by at most 1/2, and a replica that has
-    the part p of its half by at most p / 2 + 1/2 <= 1. A deeper tree would not keep to 1.
+    the part p of its half by at most p / 2 + 1/2 <= 1. A deeper tree would exceed 1.
     """
     middle = (count + 1) // 2
     share = threshold[offset + middle - 1]
@@ -101,11 +105,11 @@ def split_shares(threshold: Tensor, offset: Tensor, count: Tensor, tickets: Tens
     return replica + (live & ~split(inner, total, turn)[0])
 
 
-def pick_by_hash(tables: DispatchTables, layer: int, ids: Tensor, hashes: Tensor, weighted: bool) -> Tensor:
-    """Replica index `[T, K]` from 32-bit hashes; with `weighted` in the planned shares."""
+def pick_by_hash(tables: DispatchTables, layer: int, ids: Tensor, hashes: Tensor, mode: Mode) -> Tensor:
+    """Replica index `[T, K]` from 32-bit hashes; with `mode.weighted` in the planned shares."""
     offset, count, uneven = spans(tables, layer, ids)
     replica = (hashes * count) >> 32
-    if weighted and bool(uneven.any()):
+    if mode.weighted and bool(uneven.any()):
         threshold = tables.replica_threshold[layer].long()
         place = uneven.nonzero(as_tuple=True)
         draw = (hashes[place] * SHARE_TOTAL) >> 32

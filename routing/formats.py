@@ -10,7 +10,7 @@ Every form has `to_standard()`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -53,16 +53,33 @@ def unpack_ids(packed_ids: Tensor) -> tuple[Tensor, Tensor]:
     return bits.view(torch.bfloat16).float(), packed_ids >> 16
 
 
-@dataclass(frozen=True, eq=False)
-class PackedRouting:
-    """`packed_ids [T, K+S] int32` alone; weights keep bf16's 8 bits."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Columns:
+    """What the columns of a `RoutingOutput` are, kept beside their other form."""
 
-    packed_ids: Tensor
     top_k: int
     num_shared: int
     routed_scaling_factor: float
     scaling_applied: bool
     num_buckets: int
+
+    def _standard(self, weights: Tensor, physical_ids: Tensor, packed_ids: Tensor | None) -> RoutingOutput:
+        emitted = ("weights", "physical_ids", *(() if packed_ids is None else ("packed_ids",)))
+        others: dict[str, Any] = dict.fromkeys(("logical_ids", "local_ids", "slot_histogram"))
+        return RoutingOutput(
+            weights, physical_ids, packed_ids=packed_ids, emitted=emitted, **others, **_columns(self)
+        )
+
+
+def _columns(output: RoutingOutput | _Columns) -> dict[str, Any]:
+    return {field.name: getattr(output, field.name) for field in fields(_Columns)}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedRouting(_Columns):
+    """`packed_ids [T, K+S] int32` alone; weights keep bf16's 8 bits."""
+
+    packed_ids: Tensor
 
     @classmethod
     def from_output(cls, output: RoutingOutput) -> PackedRouting:
@@ -79,22 +96,15 @@ class PackedRouting:
                     f"packed: ids hold 15 bits of slot, found {output.num_buckets} physical ids (allowed {MAX_PACKED})"
                 )
             packed = pack_ids(output.physical_ids, output.weights, num_buckets=output.num_buckets)
-        return cls(
-            packed,
-            output.top_k,
-            output.num_shared,
-            output.routed_scaling_factor,
-            output.scaling_applied,
-            output.num_buckets,
-        )
+        return cls(packed_ids=packed, **_columns(output))
 
     def to_standard(self) -> RoutingOutput:
         weights, physical_ids = unpack_ids(self.packed_ids)
-        return _standard(self, weights, physical_ids, self.packed_ids)
+        return self._standard(weights, physical_ids, self.packed_ids)
 
 
-@dataclass(frozen=True, eq=False)
-class RaggedRouting:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RaggedRouting(_Columns):
     """Choices sorted by expert (stable, so by token inside one), without padding rows. C = K + S, n = valid choices.
 
     gather_indices  [T * C] int32: flat index t * C + c at each place of the sorted order; T * C from place n on
@@ -107,11 +117,6 @@ class RaggedRouting:
     scatter_indices: Tensor
     expert_offsets: Tensor
     gate_weights: Tensor
-    top_k: int
-    num_shared: int
-    routed_scaling_factor: float
-    scaling_applied: bool
-    num_buckets: int
 
     @classmethod
     def from_output(cls, output: RoutingOutput, *, backend: str = "auto") -> RaggedRouting:
@@ -136,22 +141,18 @@ class RaggedRouting:
             backend=backend,
         )
         return cls(
-            gather[: ids.numel()],
-            scatter,
-            bounds[1:],
-            output.weights,
-            output.top_k,
-            output.num_shared,
-            output.routed_scaling_factor,
-            output.scaling_applied,
-            num_buckets,
+            gather_indices=gather[: ids.numel()],
+            scatter_indices=scatter,
+            expert_offsets=bounds[1:],
+            gate_weights=output.weights,
+            **_columns(output),
         )
 
     def to_standard(self) -> RoutingOutput:
         place = self.scatter_indices
         ids = torch.searchsorted(self.expert_offsets, place, right=True, out_int32=True) - 1
         ids = torch.where(place >= 0, ids, -1).view(self.gate_weights.shape)
-        return _standard(self, self.gate_weights, ids, None)
+        return self._standard(self.gate_weights, ids, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +179,7 @@ class BypassedRouting:
         hidden_states: Tensor | None = None,
         **arguments: Any,
     ) -> BypassedRouting:
-        """`arguments`: further ones of `Router.__call__`, for `to_standard`. Reads the tables: not in a captured step.
+        """`arguments`: other ones of `Router.__call__`, for `to_standard`. Reads the tables: not in a captured step.
 
         Raises:
             ValueError: the layer's placement is not trivial.
@@ -213,24 +214,3 @@ def _require_emitted(name: str, output: RoutingOutput) -> None:
     for field in ("weights", "physical_ids"):
         if field not in output.emitted:
             raise ValueError(f"{name}: needs {field}, which the router's emit leaves out")
-
-
-def _standard(
-    form: PackedRouting | RaggedRouting, weights: Tensor, physical_ids: Tensor, packed_ids: Tensor | None
-) -> RoutingOutput:
-    return RoutingOutput(
-        weights=weights,
-        physical_ids=physical_ids,
-        logical_ids=None,
-        local_ids=None,
-        packed_ids=packed_ids,
-        slot_histogram=None,
-        top_k=form.top_k,
-        num_shared=form.num_shared,
-        routed_scaling_factor=form.routed_scaling_factor,
-        scaling_applied=form.scaling_applied,
-        num_buckets=form.num_buckets,
-        emitted=("weights", "physical_ids")
-        if packed_ids is None
-        else ("weights", "physical_ids", "packed_ids"),
-    )

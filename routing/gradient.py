@@ -1,4 +1,4 @@
-"""The gradient of the weights: what a trained gate needs. Ids carry none, nor does the bias, which only chooses.
+"""The gradient of the weights: what a trained gate needs. Ids have no gradient, nor does the bias, which only chooses.
 
 The launch is the same; a backward pass forms the weights of the chosen experts once more, in torch operations, and
 differentiates those. Inference pays nothing for it.
@@ -34,7 +34,7 @@ class RoutedWeights(torch.autograd.Function):
         ctx.config = config
         usable = ids >= 0
         if given_ids is None:
-            usable &= weights[:, : config.top_k] > 0  # NaN, -inf and what was flushed have none
+            usable &= weights[:, : config.top_k] > 0  # NaN, -inf and flushed scores have no gradient
         ctx.save_for_backward(source, ids, usable, given_ids)
         return weights.detach()
 

@@ -83,7 +83,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 
 def softmax(x: Tensor) -> Tensor:
-    """Softmax of rows of fp32 over what is not NaN; 0 for NaN and -inf, all 0 if there is nothing else."""
+    """Softmax of rows of fp32 over the values that are not NaN; 0 for NaN and -inf, all 0 without other values."""
     finite = x.nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.finfo(torch.float32).max)
     largest = finite.amax(dim=-1, keepdim=True)
     largest = torch.where(largest == -torch.inf, 0.0, largest)

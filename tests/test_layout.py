@@ -35,8 +35,7 @@ def all_sources() -> list[Path]:
 
 def module_name(path: Path) -> str:
     """`eplb/planner/plan.py` -> `eplb.planner.plan`; an `__init__.py` is its folder."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from evenroute.tools.report.words import plain_streams
 
 GROUPS = {
     "Run a rebalancer": ("init", "keygen", "rebalancer", "launch", "backup", "completion"),
-    "Watch and steer it": ("status", "top", "record", "pause", "resume", "rollback", "scale"),
+    "Watch and steer it": ("status", "top", "trace", "record", "pause", "resume", "rollback", "scale"),
     "Work with files": ("advise", "inspect", "plan", "replay", "convert"),
     "Try and measure": ("stress", "bench"),
 }

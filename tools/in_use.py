@@ -39,7 +39,7 @@ def placement_in_use(
 
 
 def _at_the_beginning(source: LoadSource) -> list[PlacementEvent]:
-    """The last placement before the first window, as a list; a later one would be news from the future."""
+    """The last placement before the first window, as a list; a later one was not known then."""
     if not source.placements:
         return []
     first = next(iter(source.windows()), None)

@@ -95,11 +95,11 @@ class ExpertSize:
 def expert_size(
     *,
     given: int | None,
-    hidden: int | None,
-    intermediate: int | None,
     weight_bytes: float,
     model: ModelShape | None,
     assumed: bool,
+    hidden: int | None = None,
+    intermediate: int | None = None,
 ) -> ExpertSize:
     """Given, else gate, up and down projection: 3 x hidden x intermediate x bytes a weight."""
     if given is not None:

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from evenroute.dist.engines.experts import ExpertCompute, expert_mlp
 from evenroute.dist.groups import require_group
-from evenroute.eplb._checks import describe, require_at_least, require_bool, require_choice, require_number
+from evenroute.eplb._checks import (
+    MAX_INTEGER,
+    describe,
+    require_bool,
+    require_choice,
+    require_int,
+    require_number,
+)
 from evenroute.routing.settings.checks import ID_DTYPES, WEIGHT_DTYPES, require_tensor
 
 EXCHANGES = ("exact", "padded")
@@ -69,7 +76,7 @@ class EpMoeLayer:
         require_choice("exchange", exchange, EXCHANGES)
         if isinstance(experts, type) or not callable(experts):
             raise ValueError(f"experts must be callable as experts(rows, ends), found {describe(experts)}")
-        require_at_least("experts.num_slots", getattr(experts, "num_slots", None), 1)
+        require_int("experts.num_slots", getattr(experts, "num_slots", None), 1, MAX_INTEGER)
         self.rank, self.ep_size = require_group("group", group)
         _check_shared(shared_experts)
         self.experts = experts
@@ -230,28 +237,3 @@ def _combine(products: Tensor, position: Tensor, weights: Tensor, hidden: Tensor
         row = products.index_select(0, position[:, column])
         out = torch.where(weight == 0, out, torch.addcmul(out, row.float(), weight))
     return out
-
-
-def moe_reference(
-    hidden: Tensor,
-    logical_ids: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    shared_experts: list[tuple[Tensor, Tensor]] | None = None,
-    *,
-    factor: float = 1.0,
-) -> Tensor:
-    """One process, logical experts: ``sum_c weights[t, c] * expert[logical_ids[t, c]](hidden[t])``, times ``factor``.
-
-    ``gate_up [E, 2 I, H]``, ``down [E, H, I]``; logical ids E.. are the shared experts, -1 is padding. fp32 out.
-    """
-    num_experts = gate_up.shape[0]
-    out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-    tables = [(gate_up[e], down[e]) for e in range(num_experts)] + (shared_experts or [])
-    for expert, (wide, narrow) in enumerate(tables):
-        tokens, columns = (logical_ids == expert).nonzero(as_tuple=True)
-        if len(tokens):
-            product = expert_mlp(hidden[tokens], wide, narrow).float()
-            out.index_add_(0, tokens, product * weights[tokens, columns, None])
-    return out * factor

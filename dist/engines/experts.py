@@ -23,6 +23,13 @@ class ExpertCompute(Protocol):
         Rows from ``ends[-1]`` on are padding: what comes out for them is undefined."""
 
 
+class SlotExperts(Protocol):
+    """Experts that give the weights of one slot at a time."""
+
+    def slot(self, slot: int) -> tuple[Tensor, Tensor]:
+        """``gate_up [2 I, H]`` and ``down [H, I]``."""
+
+
 def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """``rows [M, K]`` times ``weights [G, N, K]`` of its group -> ``[M, N]``: torch's own, under either of its names.
 
@@ -79,40 +86,7 @@ class SwiGluExperts:
         return self.gate_up[slot], self.down[slot]
 
 
-class BlockScaledExperts:
-    """Quantised experts: ``gate_up [slots, 2 I, H]``, ``down [slots, H, I]`` in a narrow dtype (fp8) and a float scale
-    for each block of ``block x block`` weights, ``[slots, ceil(rows / block), ceil(columns / block)]``. Multiplies in
-    ``dtype``; a plain loop, for trying placements and for tests."""
-
-    def __init__(
-        self,
-        gate_up: Tensor,
-        gate_up_scale: Tensor,
-        down: Tensor,
-        down_scale: Tensor,
-        *,
-        block: int = 128,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.tensors = (gate_up, gate_up_scale, down, down_scale)
-        self.block, self.dtype, self.device = block, dtype, gate_up.device
-        self.num_slots, self.hidden_size = int(gate_up.shape[0]), int(gate_up.shape[2])
-
-    def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """See `ExpertCompute`."""
-        return loop_over_slots(self, rows, ends)
-
-    def slot(self, slot: int) -> tuple[Tensor, Tensor]:
-        """Weights of one slot, dequantised."""
-        gate_up, gate_up_scale, down, down_scale = (tensor[slot] for tensor in self.tensors)
-        return self._dequantise(gate_up, gate_up_scale), self._dequantise(down, down_scale)
-
-    def _dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:
-        wide = scale.repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)
-        return weight.to(self.dtype) * wide[: weight.shape[0], : weight.shape[1]].to(self.dtype)
-
-
-def loop_over_slots(experts: SwiGluExperts | BlockScaledExperts, rows: Tensor, ends: Tensor) -> Tensor:
+def loop_over_slots(experts: SlotExperts, rows: Tensor, ends: Tensor) -> Tensor:
     """The plain loop; reads ``ends`` on the host. Rows of padding come out as zeros."""
     out = torch.zeros_like(rows)
     start = 0

@@ -1,4 +1,4 @@
-"""Loads that an engine hands over as a tensor, on the host; what is no such tensor is refused in one line."""
+"""Loads that an engine hands over as a tensor, on the host; anything else is refused in one line."""
 
 from __future__ import annotations
 

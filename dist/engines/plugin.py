@@ -183,7 +183,7 @@ def start_placement(
 ) -> Placement:
     """The placement of an engine's own map ``[L, P]`` (a tensor on any device, or an array of integers).
 
-    Ends the process where it is none by our rules: an expert without a slot, or twice on a rank; numbers that do not
+    Ends the process where it breaks our rules: an expert without a slot, or twice on a rank; numbers that do not
     divide.
     """
     rows = physical_to_logical

@@ -11,7 +11,7 @@ weights [T, K], ids [T, K]), and `experts`, which is called with (hidden [T, H],
 `gate_up_proj [E, 2 I, H]` and `down_proj [E, H, I]` (SwiGLU). That is how transformers 5 writes its MoE models, and
 what an engine of one's own can follow. Whatever else is in the block (shared experts, their gate) stays as it is.
 
-Before anything is replaced, every gate is asked the same random question as the router that will stand for it; another
+Before anything is replaced, every gate is asked the same random question as the router that will replace it; another
 answer is refused, with the layer and the difference: a wrong scoring, renormalisation or scaling can't go unnoticed.
 
 What it can't do: experts that are quantised, have biases or another activation (refused, with what was found;
@@ -81,7 +81,7 @@ def find_blocks(model: nn.Module) -> list[MoeBlock]:
     """The MoE blocks of a model in the order of its modules.
 
     Raises:
-        ValueError: there is none, or one that can't be taken; names the class found, what is wrong, and the remedy.
+        ValueError: no block, or one that is not supported; names the class found, what is wrong, and the remedy.
     """
     blocks, near, other = [], [], ""
     for name, module in model.named_modules():
@@ -208,7 +208,7 @@ class AdaptedModel:
 
 
 def _take_local_slots(block: MoeBlock, placement: Placement, layer: int, rank: int) -> dict[str, Tensor]:
-    """This rank's slots of the layer as new tensors; the block's own are let go."""
+    """This rank's slots of the layer as new tensors; the block's own are freed."""
     first = rank * placement.num_local_slots
     wanted = placement.physical_to_logical[layer, first : first + placement.num_local_slots]
     local: dict[str, Tensor] = {}
@@ -248,7 +248,7 @@ def adapt(
     """Replace gate and experts of every MoE block; every rank of ``group`` calls it with the same model and arguments.
 
     Args:
-        model: with the same weights on all ranks; changed in place, its experts' full tensors are let go.
+        model: with the same weights on all ranks; changed in place, its experts' full tensors are freed.
         group: the EP ranks, in EP rank order; NCCL for a model on CUDA, gloo for one on the CPU.
         agent: the rebalancer's address and the agent's settings; ``top_k`` is set from ``config``.
         config: the routing form; default: what `router_config_of` reads from a transformers model.

@@ -28,13 +28,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from evenroute.dist.engines.loads import host_loads, host_rows
 from evenroute.eplb._checks import as_integer, describe, require_choice, require_text
 from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.placement.shares import count_replicas
+from evenroute.eplb.placement.shares import count_replicas, logical_to_physical
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.plan import plan_placement
 
@@ -112,17 +111,8 @@ def plan_maps(
     logger.info("EPLB: %s; %d slots move", plan.reason, int(plan.moves.sum()))
     rows = plan.placement.physical_to_logical.astype(np.int64)
     counts = count_replicas(rows, num_experts).astype(np.int64)
-    arrays = (rows, _logical_to_physical(rows, counts, num_replicas - num_experts + 1), counts)
+    arrays = (rows, logical_to_physical(rows, counts, num_replicas - num_experts + 1), counts)
     return ExpertMaps(*(torch.from_numpy(array).to(weight.device) for array in arrays))
-
-
-def _logical_to_physical(rows: NDArray[np.int64], counts: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-    slots = np.full((*counts.shape, width), -1, dtype=np.int64)
-    for layer, row in enumerate(rows):
-        order = np.argsort(row, kind="stable")
-        starts = np.cumsum(counts[layer]) - counts[layer]
-        slots[layer, row[order], np.arange(row.size) - starts[row[order]]] = order
-    return slots
 
 
 def interface_form(abstract: type) -> str:

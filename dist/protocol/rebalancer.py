@@ -140,7 +140,7 @@ class RebalancerCore:
         return self._answer_status(peer, status, now)
 
     def _implausible(self, status: RankStatus) -> str | None:
-        """Why nobody honest can have sent this; None if it may be."""
+        """Why no honest rank can have sent this; None if one may have."""
         if self.phase is Phase.WAITING:
             return implausible(status, self.view, known_epoch=self._store.last_epoch(), newest=None)
         return implausible(status, self.view, known_epoch=self.epoch, newest=(self.epoch, self.version))

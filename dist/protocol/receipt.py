@@ -84,7 +84,7 @@ class LoadAccumulator:
         self._tokens += window.tokens
         known = self._ranks.get(window.rank)
         if known is None:
-            # What is missing before the first window in view is outside of it, not a hole in it.
+            # What is missing before the first window in view is outside of it, not a gap in it.
             known = self._ranks[window.rank] = _Coverage(window.first_step, window.last_step)
         else:
             known.last_step = max(known.last_step, window.last_step)
@@ -173,7 +173,7 @@ class WindowReceipt:
         try:
             receipts = self.store(batch, view.job, **about)
         except _REFUSALS:
-            # One of them: each by itself, so that the others do not suffer for it.
+            # One of them is bad: each is stored by itself, so that the others are not lost with it.
             for peer, row in zip(senders, batch, strict=True):
                 answers += self._store_alone(peer, row, view, about)
             return answers

@@ -19,8 +19,8 @@ from evenroute.eplb.placement.topology import Topology
 class RankView:
     """What one rank last reported; key fields are the highest it reported. ``heard_at``: the driver's clock.
 
-    ``peer``: the connection that showed the rank's ``identity`` last; nobody else speaks for it. ``trouble``: what was
-    wrong with its last window, "" = nothing.
+    ``peer``: the connection that showed the rank's ``identity`` last; messages of others in its name are
+    ignored. ``trouble``: what was wrong with its last window, "" = nothing.
     """
 
     peer: Hashable
@@ -98,7 +98,7 @@ class RunView:
         try:
             found = self._store.find_row(digest)
         except StoreError:
-            return None  # as good as absent: the rank is asked
+            return None  # unusable, as if absent: the rank is asked
         if found is None or len(found[0]) != self.job.num_slots:
             return None
         return PlacementRow(*found)
@@ -172,7 +172,7 @@ class RunView:
 def implausible(
     status: RankStatus, view: RunView | None, *, known_epoch: int, newest: Key | None
 ) -> str | None:
-    """Why nobody honest can have sent this status; None if it may be true.
+    """Why no honest rank can have sent this status; None if one may have.
 
     ``known_epoch``: the highest of this rebalancer or its store; ``newest``: key of the newest version that can be
     known to a rank this life leads, None before the life began.
@@ -187,6 +187,6 @@ def implausible(
         return "another peer speaks for this rank"
     highest = max(status.held, view.key_range(status)[1])
     if newest is not None and status.fence <= newest[0] and highest > newest:
-        # Its fence is not above this epoch, so nobody can have published that.
+        # Its fence is not above this epoch, so no rebalancer can have published that.
         return f"has version {highest}, which was never published"
     return None

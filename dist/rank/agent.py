@@ -64,8 +64,7 @@ class RankAgent:
         seat: Seat | None = None,
     ) -> None:
         start = started.version()
-        self.config = config
-        self.run = started.run
+        self.config, self.run = config, started.run
         self.rank = vote_group.rank()
         self._lock = threading.RLock() if seat is None else seat.lock
         self._first_step = 0 if seat is None else seat.first_step
@@ -126,6 +125,7 @@ class RankAgent:
             on_commit=on_commit,
             gate=None if seat is None else seat.gate,
         )
+        self._thread.switch_events = self._switches.notes.events
         self._closing = Closing(
             config, self.rank, counters.device, self._takes, self._thread, self._votes, self._tap
         )

@@ -30,7 +30,7 @@ class Closing:
     """Ends an agent's parts, once; refers to them and never to the agent.
 
     step      the next step's number, kept by the agent
-    failed    the job can't go on: no goodbye is said
+    failed    the job can't go on: no goodbye is sent
     result    what the first `close` came to; None before
     """
 

@@ -38,10 +38,11 @@ from evenroute.dist.wire.messages import (
     encode,
 )
 from evenroute.eplb._checks import (
+    MAX_INTEGER,
     describe,
-    require_at_least,
     require_callable,
     require_instance,
+    require_int,
     require_parts,
 )
 from evenroute.eplb.placement.placement import Placement
@@ -94,7 +95,7 @@ def check_start(
     require_instance("counters.device", counters.device, torch.device)
     if mover is not None:
         require_parts("mover", mover, "LayerMover", _MOVER, ("num_buffers",))
-        require_at_least("mover.num_buffers", mover.num_buffers, 1)
+        require_int("mover.num_buffers", mover.num_buffers, 1, MAX_INTEGER)
     if on_commit is not None:
         require_callable("on_commit", on_commit, "on_commit(layer, row)")
     if config.record_dir:

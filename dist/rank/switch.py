@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from evenroute.dist.protocol.agreement import Action, Commit, Discard, Open, Switch
 from evenroute.dist.protocol.rank import RankCore
+from evenroute.dist.rank.notes import SwitchNotes
 from evenroute.dist.rank.thread import Lock
 from evenroute.dist.rank.votes import VoteThread
 from evenroute.dist.weights.mover import LayerMover
@@ -68,6 +70,7 @@ class SwitchDriver:
         self._rank = rank
         self._on_switch = on_switch
         self._on_commit = on_commit
+        self.notes = SwitchNotes(rank)
         self._step = 0
         self._error_told = False
         self._placement: Placement | None = None
@@ -82,13 +85,22 @@ class SwitchDriver:
         switched: tuple[int, ...] = ()
         core = self._core
         if vote:
+            began, before = time.time(), core.state.target
             reduced = self._votes.wait(vote - 1, self._describe)
             with self._lock:
                 if self._gate is not None:
                     self._gate.decided(vote - 1, reduced)
                 actions = core.decide(vote - 1, reduced)
+            target = core.state.target
+            if actions or before is not None or target is not None:
+                self.notes.add("vote", began, step, number=vote - 1)
+            if before is None and target is not None:
+                self.notes.target(target.key, step)
             if actions:
                 switched = self.carry_out(actions)
+            self.notes.target(None if target is None else target.key, step)
+            if switched and before is None and target is None:  # tables alone: all at once
+                self.notes.add("switch", began, step, number=core.state.last_target[1])
             if actions and isinstance(actions[-1], Switch):
                 assert self._gate is not None
                 if self._gate.switch(actions[-1].number):
@@ -97,6 +109,8 @@ class SwitchDriver:
         has_target = core.state.target is not None
         staged = self._mover.staged() if has_target else 0
         error = self._mover.error() if has_target else None
+        if has_target:
+            self.notes.staged(core.state.moved, staged, step)
         if error is not None and not self._error_told:
             logger.error("rank %d: %s is refused: %s", self._rank, self._describe(), error)
             self._error_told = True
@@ -122,12 +136,18 @@ class SwitchDriver:
         for action in actions:
             match action:
                 case Discard():
+                    began = time.time()
                     self._mover.discard()
                     self._error_told = False
+                    self.notes.add("discard", began, self._step)
                 case Open(layer, live_row, target_row):
+                    began = time.time()
                     self._mover.open_layer(layer, live_row, target_row)
+                    self.notes.add("open", began, self._step, layer)
                 case Commit(layer, row, _):
+                    began = time.time()
                     self._mover.commit_layer(layer, row)
+                    self.notes.add("commit", began, self._step, layer)
                     if self._on_commit is not None:
                         self._on_commit(layer, row)
                     switched.append(layer)

@@ -25,6 +25,8 @@ from evenroute.dist.record.session import RecordingSession
 from evenroute.dist.wire.control import decode_order, encode_control
 from evenroute.dist.wire.link import CONTROL_TAG, DealerLink
 from evenroute.dist.wire.messages import Goodbye, MessageError, RankCosts, Up, decode_down, encode
+from evenroute.dist.wire.recording import RecordOrder
+from evenroute.dist.wire.tracing import SwitchEvent, TraceReport
 
 logger = logging.getLogger("evenroute.dist.agent")
 
@@ -92,6 +94,7 @@ class AgentThread:
         self.core = core
         self.recorder = recorder(self.wake)
         self.lock = lock
+        self.switch_events: Callable[[], list[SwitchEvent]] = list
         self.frames_refused = 0
         self.errors = 0
         self.reconnects = 0
@@ -162,7 +165,7 @@ class AgentThread:
             self._send(self._end_partial())
         if self._link is None:
             with self.lock:
-                self.core.tick(time.monotonic())  # nobody hears it, but its clock goes on
+                self.core.tick(time.monotonic())  # nothing is sent, but its clock goes on
             return
         self._watch_silence(self._link)
         if self._link.connected_anew():
@@ -263,7 +266,12 @@ class AgentThread:
     def _receive(self, frames: list[bytes]) -> None:
         try:
             if len(frames) == 2 and frames[0] == CONTROL_TAG:
-                self.recorder.order(decode_order(frames[1]), self.core.fence)
+                order = decode_order(frames[1])
+                if isinstance(order, RecordOrder):
+                    self.recorder.order(order, self.core.fence)
+                elif self._link is not None and order.run == self.core.run:
+                    report = TraceReport(order.run, self.core.rank, order.trace, self.switch_events())
+                    self._link.send(CONTROL_TAG, encode_control(report))
                 return
             if len(frames) != 1:
                 raise MessageError(f"frames: {len(frames)} found, expected 1")
@@ -286,9 +294,8 @@ class AgentThread:
 
     def waiting(self) -> tuple[int, tuple[int, int] | None]:
         """Tokens and steps of what was taken and is not handed to the stream yet; under the lock."""
-        parts: list[Take | _Partial] = list(self._takes)
-        if self._partial is not None:
-            parts.append(self._partial)
+        partial = [] if self._partial is None else [self._partial]
+        parts: list[Take | _Partial] = [*self._takes, *partial]
         if not parts:
             return 0, None
         steps = min(part.first_step for part in parts), max(part.last_step for part in parts)
@@ -313,8 +320,7 @@ class AgentThread:
 
     def hand_back(self, limit_s: float) -> None:
         """Put all that was taken into the core's stream, stop, and close the socket without a word."""
-        deadline = time.monotonic() + limit_s
-        self._partial_ends = True
+        deadline, self._partial_ends = time.monotonic() + limit_s, True
         self.wake()
         while self._thread.is_alive() and self.waiting()[1] is not None and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -60,7 +60,7 @@ class VoteThread:
         return found
 
     def _get(self, operation: str) -> NDArray[np.int64] | Exception:
-        """The result, or why there is none.
+        """The result, or the reason for its absence.
 
         A rank whose neighbour died sees the error at once, other ranks only at the limit; so each second they look
         whether some rank has called the roll, and sign it in time.

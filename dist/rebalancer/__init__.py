@@ -13,5 +13,6 @@ planner_child   the planner's process itself
 status          the answer of `evenroute status`
 control         what operators and viewers ask for
 recording       recordings, and reading them in parts
+tracing         what ranks did for switches, collected on request
 record_orders   the ranks' part in them
 """

@@ -15,6 +15,7 @@ from evenroute.dist.protocol.types import Phase
 from evenroute.dist.rebalancer.plan_cycle import PlanCycle
 from evenroute.dist.rebalancer.record_orders import PassOrders
 from evenroute.dist.rebalancer.recording import Recorder
+from evenroute.dist.rebalancer.tracing import SwitchTraces
 from evenroute.dist.wire.control import (
     ALLOWED,
     Answer,
@@ -28,15 +29,16 @@ from evenroute.dist.wire.control import (
     RecordStop,
     Refused,
     Request,
-    ScaleOrder,
     StatusAnswer,
     StatusRequest,
     decode_request,
     encode_control,
 )
 from evenroute.dist.wire.keys import LOCAL_ROLE
+from evenroute.dist.wire.membership import ScaleOrder
 from evenroute.dist.wire.messages import MessageError
 from evenroute.dist.wire.recording import RecordReport
+from evenroute.dist.wire.tracing import TraceReport, TraceRequest
 from evenroute.eplb.store.writer import StoreError
 
 logger = logging.getLogger("evenroute.dist.rebalancer")
@@ -68,9 +70,10 @@ class ControlService:
         self._ordered_at = float("-inf")
         self.passes = PassOrders()
         self.scale: Callable[[int], str] | None = None  # orders another number of ranks
+        self._traces = SwitchTraces()
 
     def answer(self, frame: bytes | memoryview, role: str, now: float) -> Answer | None:
-        """The answer to a request frame; None for a frame that is no request."""
+        """The answer to a request frame; None for a frame that is not a request."""
         try:
             return self._answer(decode_request(frame), role, now)
         except ForeignVersionError as error:
@@ -85,7 +88,7 @@ class ControlService:
             return Refused(str(error))
 
     def orders(self, now: float) -> Iterator[tuple[object, bytes]]:
-        """(peer, frame) of what ranks have to be told now about a recording of passes."""
+        """(peer, frame) of the orders about a recording of passes that ranks are due."""
         core = self._core
         if core.phase is not Phase.SERVING or core.view is None or now - self._ordered_at < _ORDERS_EVERY_S:
             return
@@ -93,6 +96,8 @@ class ControlService:
         if self._recorder.end_with_run(core.view.run, epoch=core.epoch, now=time.time()):
             core.keep_rank_detail = False
             logger.info("recording ended: the job that it was of has ended")
+        for peer, wanted in self._traces.due(core.view, now):
+            yield peer, encode_control(wanted)
         encoded: tuple[object, bytes] = (None, b"")
         for peer, order in self.passes.due(self._recorder.passes(), core.view, core.epoch, now):
             if encoded[0] is not order:
@@ -113,6 +118,11 @@ class ControlService:
                 return self._recorder.read(request)
             case RecordReport():
                 return self._take(request)
+            case TraceRequest():
+                return self._traces.ask(request.trace, request.offset, self._core.view, now)
+            case TraceReport():
+                self._traces.take(request, self._core.view)
+                return None
             case PlansOrder():
                 return self._order_plans(request)
             case ScaleOrder():
@@ -162,6 +172,6 @@ class ControlService:
     def _take(self, report: RecordReport) -> Answer | None:
         wanted = self._recorder.passes()
         if wanted is not None and report.run == wanted.run and report.path:  # it has files
-            with suppress(StoreError):  # the next report brings it again
+            with suppress(StoreError):  # the next report has it again
                 self._recorder.begun(report.recording, epoch=self._core.epoch)
         return self.passes.take(report, wanted, self._core.view, self._core.epoch)

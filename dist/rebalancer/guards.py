@@ -33,7 +33,7 @@ _STORE_LOCK_S = 2.0  # the holder that was just ended lets its locks go one by o
 
 @dataclass(frozen=True)
 class Holder:
-    """A process, told apart from those of other hosts and containers, and from a later one of the same number."""
+    """A process, distinguished from those of other hosts and containers and from later ones with its number."""
 
     pid: int
     host: str
@@ -66,7 +66,7 @@ class Holder:
         return (self.boot, self.space) == (own.boot, own.space)
 
     def send(self, number: int) -> None:
-        """Signal it, and nobody else. ProcessLookupError when it has ended, also if another has its number now."""
+        """Signal this process and no other. ProcessLookupError if it has ended, even if its number was reused."""
         descriptor = os.pidfd_open(self.pid)
         try:
             if _started(self.pid) != self.started:
@@ -244,7 +244,7 @@ def _end_holder(what: str, path: Path, holder: Holder, limit_s: float) -> FileLo
             try:
                 return FileLock(what, path)
             except LockHeldError as held:
-                if held.holder not in (None, holder):  # somebody else was faster
+                if held.holder not in (None, holder):  # another process was faster
                     raise
             time.sleep(0.05)
     raise LockHeldError(what, path, holder)
@@ -311,7 +311,7 @@ def _name(run: int, job: JobShape) -> str:
 
 
 class FileWatch:
-    """`problems`: one line for each file that is not in its place any more, or that somebody has damaged."""
+    """`problems`: one line for each file that is missing or damaged."""
 
     def __init__(self, lock: JobLock, link: RouterLink, store: HistoryStore, log: LimitedLog) -> None:
         self.problems: list[str] = []

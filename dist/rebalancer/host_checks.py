@@ -57,7 +57,7 @@ def _odd_settings(config: RebalancerConfig) -> list[str]:
     if by_time and settings.keep_windows_s < planner.interval:
         found.append(
             f"rebalancer.keep_windows_s {settings.keep_windows_s:g} is shorter than planner.interval "
-            f"{planner.interval:g}: the windows of one plan will not be told apart in the store"
+            f"{planner.interval:g}: the store will not keep the windows of one plan apart"
         )
     if by_time and planner.time_limit_s > planner.interval * planner.degraded_after:
         found.append(

@@ -24,6 +24,7 @@ from evenroute.dist.rebalancer.interval_loads import IntervalLoads
 from evenroute.dist.rebalancer.intervals import lacking, most_windows, whole_windows
 from evenroute.dist.rebalancer.planner import PlannerError, PlannerProcess, decide_request, plan_request
 from evenroute.dist.rebalancer.planner_child import DecideRequest, PlanReply, PlanRequest
+from evenroute.dist.spans import span
 from evenroute.dist.wire.messages import JobShape
 from evenroute.dist.wire.placement import unpack_placement
 from evenroute.eplb.loads.balance import balancedness
@@ -198,6 +199,7 @@ class PlanCycle:
         if reply is None:
             return
         self.plan_seconds = now - self._requested_at
+        span("evenroute.plan", time.time() - self.plan_seconds, time.time(), cycle=self.cycle)
         try:
             self._ready = self._judge(reply)
         except ValueError as error:
@@ -275,7 +277,7 @@ class PlanCycle:
         live = self._core.live_placement()
         if self._core.newest is None and live is not None:
             keep_start(self._store, live, self._core.epoch)
-        published = self._core.counters.placements_published
+        published, began = self._core.counters.placements_published, time.time()
         try:
             out = self._core.publish(placement, info, now)
         except ValueError as error:
@@ -284,6 +286,7 @@ class PlanCycle:
             return []
         if self._core.counters.placements_published > published:
             self.placements["published"] += 1
+            span("evenroute.publish", began, time.time(), version=self._core.version, policy=info.policy)
             self.costs.moved(int(info.moves.sum()), self._core.epoch)
             before, predicted = _text(info.balancedness_before), _text(info.balancedness_predicted)
             logger.info(

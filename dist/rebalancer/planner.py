@@ -99,7 +99,7 @@ class PlannerProcess:
         return None if self._child is None else self._child.pid
 
     def start(self) -> None:
-        """Start the child ahead of the first request, so that its imports cost nobody a wait."""
+        """Start the child ahead of the first request, so that no request waits for its imports."""
         if self._child is None:
             self._ready = False
             self._buffer.clear()

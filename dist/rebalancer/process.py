@@ -34,6 +34,7 @@ from evenroute.dist.rebalancer.plan_cycle import PlanCycle
 from evenroute.dist.rebalancer.recording import Recorder
 from evenroute.dist.rebalancer.status import InUseLog, StatusBuilder
 from evenroute.dist.rebalancer.traffic import RankTraffic
+from evenroute.dist.spans import export_spans
 from evenroute.dist.web.process import WebProcess
 from evenroute.dist.wire.address import parse_address
 from evenroute.dist.wire.control import RebalancerStatus, encode_control
@@ -342,6 +343,7 @@ def run_rebalancer(config: RebalancerConfig, *, take_over: bool = False) -> int:
     require_instance("config", config, RebalancerConfig)
     require_bool("take_over", take_over)
     warnings = check_host(config)
+    export_spans("evenroute-rebalancer")
     set_up_logging(config.rebalancer.log_level, config.rebalancer.log_format)
     for warning in warnings:
         logger.warning("%s", warning)

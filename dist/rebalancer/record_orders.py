@@ -14,7 +14,7 @@ from evenroute.dist.wire.control import RankRecording
 from evenroute.dist.wire.recording import OVER, RUNNING, RecordOrder, RecordReport
 
 _AGAIN_S = 1.0
-_SILENCE_S = 10.0  # a rank that was not heard for so long and had not ended its recording is told as lost
+_SILENCE_S = 10.0  # a rank that was silent for so long and had not ended its recording is reported as lost
 _KEPT = 2  # recordings whose reports are kept: a refused one gives way to the one before
 
 
@@ -70,7 +70,7 @@ class PassOrders:
     def take(
         self, report: RecordReport, wanted: PassRecording | None, view: RunView | None, epoch: int
     ) -> RecordOrder | None:
-        """A rank's report. The order that it needs, where it records what nobody here asked for."""
+        """A rank's report. The order that it needs, where it records without an order from here."""
         if view is None or report.run != view.run or report.rank >= view.job.ep_size:
             return None
         if wanted is not None and wanted.run == report.run and wanted.recording == report.recording:
@@ -98,7 +98,7 @@ class PassOrders:
         return all(rank in self._reports and self._reports[rank].state == "refused" for rank in ranks)
 
     def _lost(self, report: RecordReport) -> str:
-        """Why a rank that had not ended will not tell any more; empty as long as it is heard."""
+        """Why no more reports will come from a rank that had not ended; empty as long as it is heard."""
         if report.state in OVER:
             return ""
         if self._view is None or self._view.run != report.run:

@@ -125,7 +125,7 @@ class Recorder:
         return Done(f"recording{per_rank} since now{files}")
 
     def _clear_before(self, saved: _Saved, epoch: int) -> None:
-        with suppress(StoreError):  # what is left is only never read
+        with suppress(StoreError):  # leftovers are never read
             self._store.clear_rank_windows(epoch=epoch, before=saved.started)
 
     def begun(self, recording: int, *, epoch: int) -> None:
@@ -138,7 +138,7 @@ class Recorder:
         self._clear_before(saved, epoch)
 
     def stop(self, *, epoch: int, now: float, all_refused: bool = False) -> Answer:
-        """End; refused when none runs. One that every rank refused never was: the one before is there as it was."""
+        """End; refused when none runs. One that every rank refused does not count: the one before stays available."""
         saved = self._saved
         if saved is None or not self.active:
             return Refused("no recording runs")
@@ -149,7 +149,9 @@ class Recorder:
             )
         if saved.tentative and all_refused and saved.before is not None:
             self._save(saved.before, epoch)
-            return Done("the recording that no rank made was given up; the one before can still be dumped")
+            return Done(
+                "no rank recorded, so the recording was cancelled; the one before can still be dumped"
+            )
         self._save(msgspec.structs.replace(saved, stopped=now, tentative=False, before=None), epoch)
         return Done(f"recording ended after {now - saved.started:.1f} s")
 

@@ -92,7 +92,7 @@ class RankTraffic:
         return self._ended[1] if view is not None and view.run == self._ended[0] else set()
 
     def _take_goodbye(self, peer: bytes, message: Goodbye) -> None:
-        """Of the current run, and from the peer that speaks for this rank: nobody else can end it."""
+        """Of the current run, and from the peer that speaks for this rank: no other peer can end it."""
         if not self._speaks(peer, message):
             return
         view = self._core.view

@@ -59,7 +59,7 @@ def used_bytes(folder: Path, rank: int) -> int:
 
 
 def _first_of(folder: Path, name: str, rank: int) -> Path | None:
-    """A file of this name and rank, finished or not, which nobody may write over or mix with; None without one."""
+    """A file of this name and rank, finished or not, which must not be overwritten or mixed with; None without one."""
     suffix = re.escape(SUFFIX)
     own = re.compile(
         rf"{re.escape(name)}-rank{rank}(\.part\d+)?{suffix}"

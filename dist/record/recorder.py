@@ -16,7 +16,7 @@ logger = logging.getLogger("evenroute.dist.agent")
 
 _REPORT_EVERY_S = 1.0
 _EXIT_LIMIT_S = 3.0
-_KEPT = 4  # recordings that are over and can still be asked for
+_KEPT = 4  # finished recordings that are still reported
 
 
 def _close_at_exit(recorder: weakref.ref[RankRecorder]) -> None:
@@ -56,7 +56,7 @@ class RankRecorder:
         last = self._last
         if last is None or last.order.recording != order.recording:
             past = next((one for one in self._past if one.order.recording == order.recording), None)
-            if past is not None:  # a refused recording gave way to it: what it came to is asked again
+            if past is not None:  # it replaced a refused recording, whose outcome is asked for again
                 self._answer = past.report()
                 return
             if not order.running:  # never heard of, or long forgotten: it is over
@@ -75,7 +75,7 @@ class RankRecorder:
         self._reported = ()
 
     def due(self, now: float) -> list[RecordReport]:
-        """What to report now: what was asked for, what changed, and each second while it runs."""
+        """What to report now: on request, on a change, and each second while it runs."""
         answer, self._answer = self._answer, None
         out = [] if answer is None else [answer]
         last = self._last

@@ -118,7 +118,7 @@ class RecordingSession:
         self._queue.put(_Placed(step, rows, keys))
 
     def abort(self, reason: str) -> None:
-        """End it from outside its thread; what was handed over before is written."""
+        """End it from another thread; what was queued before is written."""
         self.accepts = False
         with self._lock:
             if self._state not in OVER:

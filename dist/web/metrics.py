@@ -31,7 +31,7 @@ COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "plans": ("Planning cycles by result.", ("result",)),
     "placements": ("Placements by what became of them.", ("result",)),
     "store_errors": ("Writes to the store that failed.", ()),
-    "keys_refused": ("Connections turned away for an unknown key.", ()),
+    "keys_refused": ("Connections refused for an unknown key.", ()),
     "ranks_lost": ("Ranks that a job whose ranks come and go went on without.", ()),
 }
 PLAN_ERRORS: Final = ("exception", "timeout", "crash", "garbage")
@@ -84,19 +84,10 @@ def metric_names() -> list[str]:
 def counter_values(status: RebalancerStatus) -> dict[str, list[tuple[tuple[str, ...], float]]]:
     """Each counter's samples: label values and value."""
     count = status.counters
-    plain = {
-        "windows_received": "windows_stored",
-        "windows_duplicate": "windows_duplicate",
-        "windows_merged": "windows_merged",
-        "windows_missing": "windows_missing",
-        "windows_rejected": "windows_rejected",
-        "windows_ignored": "windows_ignored",
-        "frames_dropped": "frames_dropped",
-        "store_errors": "store_errors",
-        "keys_refused": "keys_refused",
-    }
+    plain = [name for name, (_, labels) in COUNTERS.items() if not labels]
+    names = {"windows_received": "windows_stored"}  # where the core counts under another name
     found: dict[str, list[tuple[tuple[str, ...], float]]] = {
-        name: [((), float(count.get(source, 0)))] for name, source in plain.items()
+        name: [((), float(count.get(names.get(name, name), 0)))] for name in plain
     }
     rejected = ("decode", "content", "role", "other_job", "internal")
     found["ranks_lost"] = [((), float(status.membership.lost))]

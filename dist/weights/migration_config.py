@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenroute.dist.weights.expert_weights import ALIGN
-from evenroute.eplb._checks import LEAST_S, require_at_least, require_bool, require_seconds
+from evenroute.eplb._checks import LEAST_S, MAX_INTEGER, require_bool, require_int, require_seconds
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,6 @@ class MigrationConfig:
 
     def __post_init__(self) -> None:
         for name, low in (("staging_bytes", 1), ("chunk_bytes", ALIGN), ("max_peers", 1)):
-            require_at_least(name, getattr(self, name), low)
+            require_int(name, getattr(self, name), low, MAX_INTEGER)
         require_seconds("transfer_limit_s", self.transfer_limit_s, LEAST_S)
         require_bool("verify", self.verify)

@@ -4,7 +4,7 @@ moves tables only. No torch here: the agreement and its simulator import this fi
 from dataclasses import dataclass
 from typing import Protocol
 
-from evenroute.eplb._checks import require_at_least, require_parts
+from evenroute.eplb._checks import MAX_INTEGER, require_int, require_parts
 from evenroute.eplb.placement.placement import Placement, PlacementRow
 
 
@@ -54,11 +54,11 @@ class LayerMover(Protocol):
         """Weights of the moved slots if the layer is open, then tables. Enqueued on the forward stream."""
 
     def discard(self) -> None:
-        """Forget what is opened and not committed; live weights and tables stay. Called when all of it is staged on all
+        """Drop what is opened and not committed; live weights and tables stay. Called when all of it is staged on all
         ranks or nothing is open. Clears `staged` and `error`."""
 
     def in_flight(self) -> str | None:
-        """The transfer under way, operation and layer, for the message of whoever fails meanwhile; None if idle."""
+        """The transfer under way, operation and layer, for messages about a failure meanwhile; None if idle."""
 
 
 class TableUpdater(Protocol):
@@ -74,7 +74,7 @@ class TablesOnly:
 
     def __init__(self, tables: TableUpdater, *, num_buffers: int = 4) -> None:
         require_parts("tables", tables, "DispatchTables", ("update_layer", "load"))
-        require_at_least("num_buffers", num_buffers, 1)
+        require_int("num_buffers", num_buffers, 1, MAX_INTEGER)
         self.num_buffers = num_buffers
         self._tables = tables
         self._opened: list[int] = []  # open and not committed, in the order of opening

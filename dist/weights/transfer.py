@@ -104,12 +104,14 @@ MOST_ROUNDS = 8
 
 def most_peers(chunks: Iterable[Chunk]) -> int:
     """The most ranks that any rank exchanges with in these chunks together."""
+    return _most(piece.receive for chunk in chunks for piece in chunk.pieces)
+
+
+def _most(receives: Iterable[Receive]) -> int:
     peers: dict[int, set[int]] = {}
-    for chunk in chunks:
-        for piece in chunk.pieces:
-            source, dest = piece.receive.source_rank, piece.receive.dest_rank
-            peers.setdefault(source, set()).add(dest)
-            peers.setdefault(dest, set()).add(source)
+    for receive in receives:
+        peers.setdefault(receive.source_rank, set()).add(receive.dest_rank)
+        peers.setdefault(receive.dest_rank, set()).add(receive.source_rank)
     return max((len(known) for known in peers.values()), default=0)
 
 
@@ -271,7 +273,6 @@ def split_chunks(
         [c for c in transfer.copies if not c.received], transfer.num_local_slots, expert_bytes, chunk_bytes
     )
     pieces: list[Piece] = []
-    peers: dict[int, set[int]] = {}
     num_rounds = 0
 
     def close() -> None:
@@ -279,24 +280,16 @@ def split_chunks(
         if pieces:
             chunks.append(Chunk(tuple(pieces), (), min(num_rounds * weight, chunk_bytes)))
         pieces.clear()
-        peers.clear()
         num_rounds = 0
 
     for one in transfer.rounds:
         if expert_bytes > chunk_bytes:
             chunks += _split_round(one, expert_bytes, chunk_bytes // align * align)
             continue
-        more = {rank: set(known) for rank, known in peers.items()}
-        for receive in one:
-            more.setdefault(receive.source_rank, set()).add(receive.dest_rank)
-            more.setdefault(receive.dest_rank, set()).add(receive.source_rank)
-        too_many = max(len(known) for known in more.values()) > max_peers
+        too_many = _most((*(piece.receive for piece in pieces), *one)) > max_peers
         if num_rounds == MOST_ROUNDS or (num_rounds + 1) * expert_bytes > chunk_bytes or too_many:
             close()
-        for receive in one:
-            peers.setdefault(receive.source_rank, set()).add(receive.dest_rank)
-            peers.setdefault(receive.dest_rank, set()).add(receive.source_rank)
-            pieces.append(Piece(receive, 0, expert_bytes))
+        pieces += [Piece(receive, 0, expert_bytes) for receive in one]
         num_rounds += 1
     close()
     chunks += _copy_chunks(

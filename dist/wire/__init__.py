@@ -9,4 +9,5 @@ messages    what ranks and the rebalancer say to each other
 placement   a placement and its wire form
 received    what the rebalancer receives: decoded, checked, and answered where it is refused
 recording   orders and reports of recordings
+tracing     orders and reports of what was done for switches
 """

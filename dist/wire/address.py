@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenroute.eplb._checks import require_path, require_text, shown
+from evenroute.eplb._checks import as_path, require_text, shown
 
 IPC_PATH_LIMIT = 107  # bytes; sun_path of Linux
 
@@ -63,7 +63,7 @@ def parse_address(text: str, *, field: str) -> Address:
     require_text(field, text)
     scheme, _, rest = text.partition("://")
     if scheme == "ipc" and rest:
-        require_path(field, rest)
+        as_path(field, rest)
         size = len(rest.encode())
         if size > IPC_PATH_LIMIT:
             raise ValueError(

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from evenroute.dist.wire.keys import LOCAL_ROLE
-from evenroute.dist.wire.membership import MembershipView
+from evenroute.dist.wire.membership import MembershipView, ScaleOrder
 from evenroute.dist.wire.messages import MessageError
 from evenroute.dist.wire.recording import (
     CONTROL_PROTOCOL,
@@ -26,13 +26,14 @@ from evenroute.dist.wire.recording import (
     RecordOrder,
     RecordReport,
 )
+from evenroute.dist.wire.tracing import TraceAnswer, TraceOrder, TraceReport, TraceRequest
 
 CONTROL_LIMIT_BYTES = 64 * 1024
 ANSWER_LIMIT_BYTES = 32 * 1024 * 1024
 
 
 class StatusRequest(Struct, frozen=True, tag="status", forbid_unknown_fields=True):
-    """How are you?"""
+    """Asks for the rebalancer's state."""
 
     protocol: int = CONTROL_PROTOCOL
 
@@ -70,13 +71,6 @@ class PlansOrder(Struct, frozen=True, tag="plans", forbid_unknown_fields=True):
     protocol: int = CONTROL_PROTOCOL
 
 
-class ScaleOrder(Struct, frozen=True, tag="scale", forbid_unknown_fields=True):
-    """So many ranks are wanted: the last ones hand over and leave, or those that come are switched in."""
-
-    ranks: Annotated[int, Meta(ge=1, le=4096)]
-    protocol: int = CONTROL_PROTOCOL
-
-
 class LayerRequest(Struct, frozen=True, tag="layer", forbid_unknown_fields=True):
     """What did this layer's ranks and experts carry in the last interval?"""
 
@@ -87,23 +81,27 @@ class LayerRequest(Struct, frozen=True, tag="layer", forbid_unknown_fields=True)
 Request: TypeAlias = (
     StatusRequest
     | LayerRequest
+    | TraceRequest
     | RecordStart
     | RecordStop
     | RecordRead
     | PlansOrder
     | ScaleOrder
     | RecordReport
+    | TraceReport
 )
 
 ALLOWED: dict[type, frozenset[str]] = {
     StatusRequest: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     LayerRequest: frozenset({LOCAL_ROLE, "operator", "viewer"}),
+    TraceRequest: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     RecordRead: frozenset({LOCAL_ROLE, "operator", "viewer"}),
     RecordStart: frozenset({LOCAL_ROLE, "operator"}),
     RecordStop: frozenset({LOCAL_ROLE, "operator"}),
     PlansOrder: frozenset({LOCAL_ROLE, "operator"}),
     ScaleOrder: frozenset({LOCAL_ROLE, "operator"}),
     RecordReport: frozenset({LOCAL_ROLE, "rank"}),
+    TraceReport: frozenset({LOCAL_ROLE, "rank"}),
 }
 RANK_ROLES = frozenset({LOCAL_ROLE, "rank"})
 
@@ -273,13 +271,14 @@ class Refused(Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
     reason: str
 
 
-_Message = TypeVar("_Message", bound=Request | RecordOrder)
-Answer: TypeAlias = StatusAnswer | LayerLoads | Recorded | Done | Refused | RecordOrder
+_Message = TypeVar("_Message", bound="Request | Order")
+Order: TypeAlias = RecordOrder | TraceOrder
+Answer: TypeAlias = StatusAnswer | LayerLoads | TraceAnswer | Recorded | Done | Refused | Order
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_orders: msgspec.msgpack.Decoder[RecordOrder] = msgspec.msgpack.Decoder(RecordOrder)
+_orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 
 
 class _Versioned(Struct):
@@ -299,12 +298,12 @@ def encode_control(message: Request | Answer) -> bytes:
 
 
 def decode_request(frame: bytes | memoryview) -> Request:
-    """A request; MessageError in one line when it is none, ForeignVersionError when it is one of another version."""
+    """A request; MessageError in one line if it cannot be decoded, ForeignVersionError if its version is another."""
     return _decode(_requests, frame, "control frame")
 
 
-def decode_order(frame: bytes | memoryview) -> RecordOrder:
-    """The rebalancer's order to a rank; MessageError in one line when it is none."""
+def decode_order(frame: bytes | memoryview) -> Order:
+    """The rebalancer's order to a rank; MessageError in one line if it cannot be decoded."""
     return _decode(_orders, frame, "order")
 
 
@@ -321,7 +320,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes | memoryvie
 
 
 def decode_answer(frame: bytes | memoryview) -> Answer:
-    """An answer; MessageError in one line when it is none."""
+    """An answer; MessageError in one line if it cannot be decoded."""
     try:
         return _answers.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""CURVE keys and roles: key files, the list of known keys, and the ZAP handler that admits nobody else.
+"""CURVE keys and roles: key files, the list of known keys, and the ZAP handler that admits only these.
 
 A folder made by `evenroute keygen DIR` holds `rebalancer.toml` (secret), one secret file a role (`rank.toml`,
 `operator.toml`, `viewer.toml`: hand each to those who play that role), `known_keys.toml` (public keys and roles) and
@@ -17,7 +17,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from evenroute.eplb._checks import describe, require_choice, require_path, shown
+from evenroute.eplb._checks import as_path, describe, require_choice, shown
 from evenroute.eplb._io import read_input_text
 
 ROLES = ("rank", "operator", "viewer")
@@ -88,7 +88,7 @@ def generate_keys(folder: str | PathLike[str]) -> list[Path]:
     Raises FileExistsError rather than overwrite a key, OSError where nothing can be written, and ValueError for what
     is no path.
     """
-    folder = require_path("folder", folder)
+    folder = as_path("folder", folder)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     names = [SERVER_FILE, *(f"{role}.toml" for role in ROLES), KNOWN_KEYS, HTTP_TOKEN]
     for name in names:
@@ -152,7 +152,7 @@ def _size_of(value: object) -> str:
 
 def load_client_keys(path: str | PathLike[str]) -> ClientKeys:
     """Read a role's key file; ValueError or OSError in one line when it is not one."""
-    path = require_path("keys", path)
+    path = as_path("keys", path)
     table = _read(path)
     role = table.get("role")
     if role not in ROLES:
@@ -165,7 +165,7 @@ def load_client_keys(path: str | PathLike[str]) -> ClientKeys:
 
 def load_server_keys(folder: str | PathLike[str]) -> ServerKeys:
     """Read the rebalancer's pair and the known keys; ValueError or OSError in one line when they are not."""
-    folder = require_path("keys", folder)
+    folder = as_path("keys", folder)
     own = _read(folder / SERVER_FILE)
     known = _read(folder / KNOWN_KEYS)
     roles: dict[bytes, str] = {}
@@ -181,7 +181,7 @@ def load_server_keys(folder: str | PathLike[str]) -> ServerKeys:
 class ZapHandler:
     """Answers ZeroMQ's own question "may this key in?" (RFC 27) from the list of known keys.
 
-    Served by the owner's poll loop: `socket` is readable -> `serve()`. Counts who was turned away.
+    Served by the owner's poll loop: `socket` is readable -> `serve()`. Counts the peers that it refused.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> None:

@@ -209,7 +209,7 @@ class DealerLink:
         self.socket.connect(self._endpoint)
 
     def send(self, *frames: bytes) -> bool:
-        """Send, or drop and return False when nobody is connected or the queue is full."""
+        """Send, or drop and return False when no peer is connected or the queue is full."""
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:

@@ -23,6 +23,7 @@ from evenroute.dist.wire.messages import (
     Step,
     decode_frame,
 )
+from evenroute.dist.wire.recording import CONTROL_PROTOCOL
 
 MEMBER_TAG: Final = b"member"
 MEMBER_PROTOCOL: Final = 1
@@ -148,6 +149,13 @@ class MembershipView(Struct, frozen=True, forbid_unknown_fields=True):
     text: str = ""
 
 
+class ScaleOrder(Struct, frozen=True, tag="scale", forbid_unknown_fields=True):
+    """So many ranks are wanted: the last ones hand over and leave, or those that come are switched in."""
+
+    ranks: Annotated[int, Meta(ge=1, le=4096)]
+    protocol: int = CONTROL_PROTOCOL
+
+
 # -------------------------------------------------------------------------------------------- down
 
 
@@ -269,6 +277,7 @@ __all__ = [
     "MembershipView",
     "RecordMessage",
     "RecordRequest",
+    "ScaleOrder",
     "decode_member_down",
     "decode_member_up",
     "encode_member",

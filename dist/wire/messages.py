@@ -75,7 +75,7 @@ class RankStatus(Struct, frozen=True, tag="status", forbid_unknown_fields=True):
 
     ``vote``: number of votes decided; orders the agreed part (live, failed, conflict) over all ranks.
     ``held``: key of the newest placement received. ``fence``: highest epoch heard in this run. ``identity``: drawn by
-    the rank at its start, known to nobody else: who sent it first speaks for this rank, over all of its connections.
+    the rank at its start, and secret: the peer that sent it first is this rank, over all of its connections.
     ``live_keys`` int64 [L, 2]; ``live_digests`` int64 [L]. ``failed``, ``conflict``, ``refused``: highest such key.
     ``shadow``: the rank receives placements and takes none up.
     """
@@ -241,7 +241,7 @@ def decode_down(frame: bytes | memoryview, *, limit: int = DEFAULT_FRAME_LIMIT) 
     Raises MessageError.
     """
     message = decode_frame(_down_decoder, frame, limit)
-    # A key is drawn by its own epoch or an earlier one; taken as it is, a later one would shut out all that follow.
+    # A key is drawn by its own epoch or an earlier one; taken as it is, a later one would block all that follow.
     if isinstance(message, PlacementMessage | Snapshot) and message.key[0] > message.epoch:
         raise MessageError(
             f"{_tag(message)}.key: found {message.key}, above the sender's epoch {message.epoch}"

@@ -20,7 +20,7 @@ def pack_placement(placement: Placement) -> WirePlacement:
 
 
 def pack_rows(rows: Sequence[PlacementRow], job: JobShape) -> WirePlacement:
-    """The wire form of rows that are in use, which need no checking any more."""
+    """The wire form of rows that are in use, and so were checked before."""
     shares = None
     if any(row.shares is not None for row in rows):
         shares = np.stack([even_shares(row.slots) if row.shares is None else row.shares for row in rows])

@@ -29,7 +29,7 @@ LARGEST_COUNT: Final = 2**47
 
 
 class _Sent(Struct):
-    """What a frame says of itself, though it is none of this protocol's."""
+    """The header fields of a frame that this protocol does not know."""
 
     type: str = ""
     run: int = 0

@@ -29,7 +29,7 @@ RecordingName: TypeAlias = Annotated[str, Meta(pattern=rf"\A{_NAME}\Z")]
 RecordingId: TypeAlias = Annotated[int, Meta(ge=1, lt=2**62)]
 RankState: TypeAlias = Literal["starting", "recording", "ending", "ended", "refused", "failed"]
 RecordingState: TypeAlias = RankState | Literal["lost"]
-"""As an operator sees it; "lost": a rank that has not reported its end, and is not heard any more."""
+"""As an operator sees it; "lost": a rank that fell silent without reporting its end."""
 RUNNING: Final = frozenset({"starting", "recording", "ending"})
 OVER: Final = frozenset({"ended", "refused", "failed"})
 

@@ -1,7 +1,7 @@
 """Is EPLB worth it here? A verdict with its reasons as numbers, from a history of loads and nothing else.
 
 Everything is computed on the loads given; what they cannot show (no time axis, too few tokens, no token counts) is
-said instead of guessed. The step-time model is that of `evenroute.eplb.analysis.replay`.
+reported instead of guessed. The step-time model is that of `evenroute.eplb.analysis.replay`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,20 +29,21 @@ def named_balancedness(balance: Balancedness, source: LoadSource) -> dict[str, A
 
 def source_facts(source: LoadSource) -> dict[str, Any]:
     """What is known without reading a window."""
+    names = (
+        "key",
+        "kind",
+        "scope",
+        "model",
+        "phase",
+        "num_layers",
+        "num_logical_experts",
+        "num_slots",
+        "ep_size",
+    )
     return {
         "path": shown(source.path),
-        "key": source.key,
-        "kind": source.kind,
-        "scope": source.scope,
-        "model": source.model,
-        "phase": source.phase,
-        "num_layers": source.num_layers,
-        "num_logical_experts": source.num_logical_experts,
-        "num_slots": source.num_slots,
-        "ep_size": source.ep_size,
-        "num_nodes": source.num_nodes,
+        **{name: getattr(source, name) for name in (*names, "num_nodes", "top_k")},
         "ranks": list(source.ranks),
-        "top_k": source.top_k,
         "layer_ids": None if source.layer_ids is None else list(source.layer_ids),
         "notes": list(source.notes),
     }
@@ -107,48 +109,43 @@ def hot_since(history: History, layer: int, expert: int) -> dict[str, Any] | Non
     return {"window": since.first, "step": since.first_step, "time": since.time}
 
 
+def _smallest(values: Floats, top: int) -> Iterator[tuple[int, int]]:
+    """(row, column) of the ``top`` smallest finite values, rising."""
+    for flat in np.argsort(values, axis=None, kind="stable")[:top]:
+        row, column = divmod(int(flat), values.shape[1])
+        if np.isfinite(values[row, column]):
+            yield row, column
+
+
+def _load_facts(history: History, relative: Floats, layer: int, expert: int) -> dict[str, Any]:
+    """The load of one expert of a layer, exact and over the layer's mean."""
+    return {
+        "layer": history.source.layer_name(layer),
+        "expert": expert,
+        "load": history.counted[layer, expert].item(),
+        "times_mean": float(relative[layer, expert]),
+    }
+
+
 def hottest_experts(history: History, top: int) -> list[dict[str, Any]]:
     """The experts with the most load over their layer's mean, over all layers."""
     relative = _relative(history.total)
-    order = np.argsort(-relative, axis=None, kind="stable")[:top]
-    result = []
-    for flat in order:
-        layer, expert = (int(i) for i in np.unravel_index(flat, relative.shape))
-        if relative[layer, expert] <= 0:
-            break
-        total = history.total[layer].sum()
-        result.append(
-            {
-                "layer": history.source.layer_name(layer),
-                "expert": expert,
-                "load": history.counted[layer, expert].item(),
-                "times_mean": float(relative[layer, expert]),
-                "share_of_layer": float(history.total[layer, expert] / total),
-                "hot_since": hot_since(history, layer, expert),
-            }
-        )
-    return result
+    return [
+        _load_facts(history, relative, layer, expert)
+        | {
+            "share_of_layer": float(history.total[layer, expert] / history.total[layer].sum()),
+            "hot_since": hot_since(history, layer, expert),
+        }
+        for layer, expert in _smallest(np.where(relative > 0, -relative, np.inf), top)
+    ]
 
 
 def coldest_experts(history: History, top: int) -> list[dict[str, Any]]:
     """The experts with the least load over their layer's mean, in layers with load."""
     relative = _relative(history.total)
     relative[~history.total.any(axis=1)] = np.inf
-    order = np.argsort(relative, axis=None, kind="stable")[:top]
-    result = []
-    for flat in order:
-        layer, expert = (int(i) for i in np.unravel_index(flat, relative.shape))
-        if not np.isfinite(relative[layer, expert]):
-            break
-        result.append(
-            {
-                "layer": history.source.layer_name(layer),
-                "expert": expert,
-                "load": history.counted[layer, expert].item(),
-                "times_mean": float(relative[layer, expert]),
-            }
-        )
-    return result
+    pairs = _smallest(relative, top)
+    return [_load_facts(history, relative, layer, expert) for layer, expert in pairs]
 
 
 def hottest_ranks(history: History, top: int) -> list[dict[str, Any]]:
@@ -156,8 +153,6 @@ def hottest_ranks(history: History, top: int) -> list[dict[str, Any]]:
     if history.rank_total is None:
         return []
     relative = _relative(history.rank_total)
-    order = np.argsort(-relative, axis=None, kind="stable")[:top]
-    pairs = [tuple(int(i) for i in np.unravel_index(flat, relative.shape)) for flat in order]
     return [
         {
             "layer": history.source.layer_name(layer),
@@ -165,8 +160,7 @@ def hottest_ranks(history: History, top: int) -> list[dict[str, Any]]:
             "load": float(history.rank_total[layer, rank]),
             "times_mean": float(relative[layer, rank]),
         }
-        for layer, rank in pairs
-        if relative[layer, rank] > 0
+        for layer, rank in _smallest(np.where(relative > 0, -relative, np.inf), top)
     ]
 
 
@@ -260,20 +254,16 @@ def diff_facts(first: History, second: History, *, top: int = TOP) -> dict[str, 
     both: NDArray[np.bool_] = np.asarray(first.total.any(axis=1) & second.total.any(axis=1))
     change = shares[1] - shares[0]
     shift = 0.5 * np.abs(change).sum(axis=1)
-    order = np.argsort(-np.abs(np.where(both[:, None], change, 0.0)), axis=None, kind="stable")[:top]
-    experts = []
-    for flat in order:
-        layer, expert = (int(i) for i in np.unravel_index(flat, change.shape))
-        if not both[layer] or change[layer, expert] == 0:
-            break
-        experts.append(
-            {
-                "layer": source.layer_name(layer),
-                "expert": expert,
-                "share_before": float(shares[0][layer, expert]),
-                "share_after": float(shares[1][layer, expert]),
-            }
-        )
+    changed = both[:, None] & (change != 0)
+    experts = [
+        {
+            "layer": source.layer_name(layer),
+            "expert": expert,
+            "share_before": float(shares[0][layer, expert]),
+            "share_after": float(shares[1][layer, expert]),
+        }
+        for layer, expert in _smallest(np.where(changed, -np.abs(change), np.inf), top)
+    ]
     balances = [history.balancedness() for history in (first, second)]
     worst = int(np.where(both, shift, -1.0).argmax())
     return {

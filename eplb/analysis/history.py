@@ -104,9 +104,7 @@ class History:
     using: Using | None
     num_windows: int = 0
     num_incomplete: int = 0
-    num_unplaced: int = (
-        0  # windows before the first recorded placement: put on `using`, for want of their own
-    )
+    num_unplaced: int = 0  # windows before the first recorded placement: put on `using`
     tokens: int | None = None
     first_step: int | None = None
     last_step: int | None = None

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb._checks import as_integer, describe, is_number, require_instance, require_one_of
+from evenroute.eplb._checks import as_integer, describe, is_number, require_choice, require_instance
 from evenroute.eplb.loads.balance import RankLoadMap, quick_balancedness
 from evenroute.eplb.loads.skew import Floats
 from evenroute.eplb.placement.placement import Placement
@@ -73,7 +73,7 @@ class ReplaySettings:
             ("predictor", PREDICTORS),
             ("dispatch", DISPATCHES),
         ):
-            require_one_of(name, getattr(self, name), allowed)
+            require_choice(name, getattr(self, name), allowed)
         for name, low in (("interval", 1), ("history", 1), ("delay", 0), ("num_redundant_experts", 0)):
             if as_integer(name, getattr(self, name)) < low:
                 raise ValueError(f"{name}={getattr(self, name)}, expected >= {low}")

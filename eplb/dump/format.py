@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -141,7 +142,32 @@ class EndMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     notes: list[str] = []
 
 
+# Fields that a frame and what it becomes share: `LoadWindow`, `PlacementEvent`, `LoadSource`.
+WINDOW_FIELDS = ("time", "first_step", "last_step", "tokens", "complete", "label")
+EVENT_FIELDS = (
+    *("time", "step", "epoch", "version", "balancedness_before", "balancedness_predicted"),
+    *("moves", "policy", "reason"),
+)
+SOURCE_FIELDS = (
+    *(
+        "num_layers",
+        "num_logical_experts",
+        "scope",
+        "rank",
+        "ep_size",
+        "num_nodes",
+        "num_slots",
+        "num_groups",
+    ),
+    *("top_k", "model", "phase"),
+)
+
 Buffer = bytes | memoryview
+
+
+def named(fields: Sequence[str], holder: Any) -> dict[str, Any]:
+    """The values of these fields of `holder`, by name."""
+    return {name: getattr(holder, name) for name in fields}
 
 
 def frame_parts(kind: int, meta: msgspec.Struct, *arrays: NDArray[Any]) -> list[Buffer]:

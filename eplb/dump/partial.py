@@ -1,8 +1,8 @@
 """Dumps in the making: `.NAME.PID-HEX.partial` beside the target NAME, until they are whole and renamed.
 
-A writer holds a lock on its file, so whoever finds one can tell a file that is being written from what a killed
-process left (process numbers tell nothing across containers). What was left is kept and told, never removed unasked:
-it may be all that there is of a recording.
+A writer holds a lock on its file, so that a reader can distinguish a file that is being written from what a killed
+process left (process numbers mean nothing across containers). What was left is kept and reported, and only
+removed on request: it may be all that there is of a recording.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def partial_path(target: Path, writer: object) -> Path:
 
 
 def target_of(name: str) -> str | None:
-    """The target's name of an unfinished file's name; None for any other name."""
+    """The target's name, from an unfinished file's name; None for any other name."""
     match = _NAME.fullmatch(name)
     return None if match is None else match["target"]
 
@@ -73,7 +73,7 @@ def unfinished_in(folder: Path) -> list[Unfinished]:
             continue
         with suppress(
             OSError
-        ):  # finished or removed just now, or not ours to look into: then it is listed by none
+        ):  # finished or removed just now, or not ours to look into: then it is not listed
             if path.is_file():
                 found.append(Unfinished(path, target, path.stat().st_size, _held(path)))
     return found

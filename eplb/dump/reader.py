@@ -17,20 +17,24 @@ from evenroute.eplb._io import open_input
 from evenroute.eplb.dump.format import (
     END,
     END_MAGIC,
+    EVENT_FIELDS,
     FRAME,
     HEADER,
     MAGIC,
     MAX_PAYLOAD,
     PLACEMENT,
+    SOURCE_FIELDS,
     TAIL,
     TOKENS,
     WINDOW,
+    WINDOW_FIELDS,
     DumpHeader,
     EndMeta,
     PlacementMeta,
     TokensMeta,
     WindowMeta,
     checked_payload,
+    named,
     split_payload,
 )
 from evenroute.eplb.dump.partial import Unfinished, unfinished_in
@@ -156,15 +160,7 @@ class DumpReader:
             if meta.dtype in ("<i8", "<f8"):  # the unsigned ones can hold nothing odd
                 with reading(self.path):
                     counts = check_counts(stored, f"window of step {meta.first_step}")
-            yield LoadWindow(
-                counts,
-                meta.time,
-                meta.first_step,
-                meta.last_step,
-                meta.tokens,
-                meta.complete,
-                meta.label,
-            )
+            yield LoadWindow(counts, **named(WINDOW_FIELDS, meta))
 
     def _counted(self, frame: TokenFrame) -> LoadWindow:
         """The counts of one pass, from its ids."""
@@ -225,18 +221,7 @@ class DumpReader:
             Topology(meta.ep_size, meta.num_nodes),
             None if shares is None else shares.astype(np.uint16),
         )
-        return PlacementEvent(
-            placement,
-            meta.time,
-            meta.step,
-            meta.epoch,
-            meta.version,
-            meta.balancedness_before,
-            meta.balancedness_predicted,
-            meta.moves,
-            meta.policy,
-            meta.reason,
-        )
+        return PlacementEvent(placement, **named(EVENT_FIELDS, meta))
 
 
 def is_dump(head: bytes) -> bool:
@@ -259,20 +244,10 @@ def source_of(reader: DumpReader) -> LoadSource:
     return LoadSource(
         path=reader.path,
         kind=f"evenroute dump ({header.mode})",
-        num_layers=header.num_layers,
-        num_logical_experts=header.num_logical_experts,
         open_windows=reader.windows,
         num_windows=reader.totals.num_windows or reader.totals.num_token_frames,
-        scope=header.scope,
-        rank=header.rank,
         ranks=() if header.rank is None else (header.rank,),
-        ep_size=header.ep_size,
-        num_nodes=header.num_nodes,
-        num_slots=header.num_slots,
-        num_groups=header.num_groups,
-        top_k=header.top_k,
-        model=header.model,
-        phase=header.phase,
+        **named(SOURCE_FIELDS, header),
         layer_ids=None if header.layer_ids is None else tuple(header.layer_ids),
         placements=reader.placements(),
         placements_are="in use" if header.mode != "stat" else "published",

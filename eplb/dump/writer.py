@@ -19,12 +19,14 @@ from evenroute.eplb._io import check_target
 from evenroute.eplb.dump.format import (
     END,
     END_MAGIC,
+    EVENT_FIELDS,
     HEADER,
     MAGIC,
     PLACEMENT,
     TAIL,
     TOKENS,
     WINDOW,
+    WINDOW_FIELDS,
     Buffer,
     DumpHeader,
     EndMeta,
@@ -32,6 +34,7 @@ from evenroute.eplb.dump.format import (
     TokensMeta,
     WindowMeta,
     frame_parts,
+    named,
     narrow,
 )
 from evenroute.eplb.dump.partial import hold, partial_path, remove_left
@@ -117,7 +120,7 @@ class DumpWriter:
         self._last.append((start, kind))
 
     def _take_back(self) -> bool:
-        """Give up the last record, so that there is room for the end; False when none is left to give up."""
+        """Drop the last record, so that there is room for the end; False when none is left to drop."""
         if not self._last or self._file is None:
             return False
         self._offset, kind = self._last.pop()
@@ -137,12 +140,7 @@ class DumpWriter:
         counts = narrow(window.counts)
         meta = WindowMeta(
             dtype=counts.dtype.str,  # type: ignore[arg-type] # what `narrow` makes
-            time=window.time,
-            first_step=window.first_step,
-            last_step=window.last_step,
-            tokens=window.tokens,
-            complete=window.complete,
-            label=window.label,
+            **named(WINDOW_FIELDS, window),
         )
         self._frame(WINDOW, meta, counts)
         self.num_windows += 1
@@ -159,15 +157,7 @@ class DumpWriter:
             ep_size=placement.topology.ep_size,
             num_nodes=placement.topology.num_nodes,
             has_shares=placement.shares is not None,
-            time=event.time,
-            step=event.step,
-            epoch=event.epoch,
-            version=event.version,
-            balancedness_before=event.balancedness_before,
-            balancedness_predicted=event.balancedness_predicted,
-            moves=event.moves,
-            policy=event.policy,
-            reason=event.reason,
+            **named(EVENT_FIELDS, event),
         )
         arrays: list[NDArray[Any]] = [placement.physical_to_logical.astype("<i4")]
         if placement.shares is not None:
@@ -214,7 +204,7 @@ class DumpWriter:
         self._notes.append(note)
 
     def close(self) -> None:
-        """Finish and rename; harmless when repeated.
+        """Finish and rename; a second call does nothing.
 
         Where the disk has no room for the end, a few of the last records make room for it, which a note tells.
         OSError if even that fails: then `abandon` keeps the unfinished file, `discard` removes it.

@@ -49,18 +49,7 @@ def source_from_object(path: Path, data: dict[str, Any]) -> LoadSource:
             raise ValueError("layers differ in devices or slots")
         checked, num_experts = check_map(rows)
     ep_size = device_counts.pop()
-    return LoadSource(
-        path=path,
-        kind="vLLM-Ascend expert map",
-        num_layers=len(checked),
-        num_logical_experts=num_experts,
-        open_windows=lambda: iter(()),
-        num_windows=0,
-        ep_size=ep_size,
-        num_slots=checked.shape[1],
-        placement_map=PlacementMap(checked, num_experts, ep_size),
-        has_loads=False,
-    )
+    return LoadSource.of_map(path, "vLLM-Ascend expert map", PlacementMap(checked, num_experts, ep_size))
 
 
 def placement_bytes(placement: EngineRows) -> bytes:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from evenroute.eplb._io import shown
-from evenroute.eplb.dump.format import DumpHeader
+from evenroute.eplb.dump.format import SOURCE_FIELDS, DumpHeader, named
 from evenroute.eplb.dump.reader import is_dump, read_dump
 from evenroute.eplb.dump.writer import DumpWriter
 from evenroute.eplb.files.format import Format, Reading, one
@@ -40,38 +40,21 @@ def _placement_source(path: Path, placement: Placement, content: PlacementFile, 
         model=content.model,
         phase=content.phase,
     )
-    return LoadSource(
-        path=path,
-        kind="evenroute placement" if not key else f"evenroute placement {key!r} of a set",
+    return LoadSource.of_map(
+        path,
+        "evenroute placement" if not key else f"evenroute placement {key!r} of a set",
+        known,
         key=key,
-        num_layers=placement.num_layers,
-        num_logical_experts=placement.num_logical_experts,
-        open_windows=lambda: iter(()),
-        num_windows=0,
-        ep_size=topology.ep_size,
         num_nodes=topology.num_nodes,
-        num_slots=placement.num_slots,
         model=content.model,
         phase=content.phase,
         placements=[PlacementEvent(placement, epoch=content.epoch, version=content.version)],
-        placement_map=known,
-        has_loads=False,
     )
 
 
 def _write_dump(path: Path, source: LoadSource, _: int | None) -> int:
     header = DumpHeader(
-        num_layers=source.num_layers,
-        num_logical_experts=source.num_logical_experts,
-        scope=source.scope,
-        rank=source.rank if source.scope == "rank" else None,
-        ep_size=source.ep_size,
-        num_nodes=source.num_nodes,
-        num_slots=source.num_slots,
-        num_groups=source.num_groups,
-        top_k=source.top_k,
-        model=source.model,
-        phase=source.phase,
+        **named(SOURCE_FIELDS, source) | {"rank": source.rank if source.scope == "rank" else None},
         layer_ids=None if source.layer_ids is None else list(source.layer_ids),
         notes=[f"converted from {source.kind} {shown(source.path.name)}"],
     )

@@ -81,7 +81,7 @@ def open_sources(
     Args:
         layout: as `open_loads`.
         unfinished: also read dumps that were never finished (in a folder, or beside a recording's files), up to their
-            last whole record. By default they are only told.
+            last whole record. By default they are only reported.
     """
     if isinstance(paths, str) or not isinstance(paths, Sequence):
         raise ValueError(f"paths must be a list of paths, found {describe(paths)}")

@@ -2,7 +2,7 @@
 
 Ranks that route their own tokens write parts, which add up; ranks that route all tokens write copies, and adding
 those would count every token `ep_size` times. Engines do not say which it is, so the files' content decides:
-equal in every pass on every rank = copies, anything else = parts. The verdict is always told.
+equal in every pass on every rank = copies, anything else = parts. The verdict is always among the notes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A reader and writer of `.safetensors` files without the library, torch or copies of what is not asked for.
+"""A reader and writer of `.safetensors` files without the library or torch; only the tensors asked for are copied.
 
 Source: the format's own description (huggingface/safetensors README, "Format"): 8 bytes little-endian length N,
 N bytes of JSON ``{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {str: str}}``, then the
@@ -40,7 +40,7 @@ class SafetensorsFile:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is cut off, its header is not valid, or a tensor's type is none that holds counts.
+        ValueError: it is cut off, its header is not valid, or a tensor's type cannot hold counts.
     """
 
     def __init__(self, path: Path) -> None:

@@ -36,12 +36,9 @@ from evenroute.eplb.loads.decoding import check_counts, check_map, phase_of_name
 from evenroute.eplb.loads.source import Counts, LoadSource, LoadWindow, PlacementMap
 from evenroute.eplb.loads.total import CountTotal
 
-STAT_KEYS = {"rank", "logical_count", "average_utilization_rate_over_window"}
-DETAIL_KEYS = {"records", "last_physical_to_logical_map"}
-
 
 def source_from_object(path: Path, data: Any, num_logical_experts: int | None = None) -> LoadSource:
-    """What an SGLang `.pt` or JSON object holds; ValueError names the keys if it is none of theirs."""
+    """What an SGLang `.pt` or JSON object holds; ValueError with the keys found if it is neither."""
     with reading(path):
         if isinstance(data, dict) and "logical_count" in data:
             return _from_logical_count(path, data)
@@ -115,18 +112,8 @@ def _from_map(path: Path, data: dict[str, Any], num_logical_experts: int | None)
     if "logical_to_physical_map" in data:
         _check_inverse(rows, data["logical_to_physical_map"])
     notes = [f"SGLang refuses this file: it allows no key beside physical_to_logical_map, found {extra}"]
-    return LoadSource(
-        path=path,
-        kind="SGLang expert location",
-        num_layers=len(rows),
-        num_logical_experts=num_experts,
-        open_windows=lambda: iter(()),
-        num_windows=0,
-        num_slots=rows.shape[1],
-        placement_map=PlacementMap(rows, num_experts),
-        notes=notes if extra else [],
-        has_loads=False,
-    )
+    known = PlacementMap(rows, num_experts)
+    return LoadSource.of_map(path, "SGLang expert location", known, notes=notes if extra else [])
 
 
 def _check_inverse(rows: NDArray[np.int32], inverse: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,32 +193,16 @@ def _from_yaml(path: Path, data: dict[str, Any]) -> LoadSource:
     extra = sorted(set(map(str, data)) - YAML_KEYS)
     ep_size = data.get("ep_size")
     notes = [f"TensorRT-LLM refuses this file: keys beside {sorted(YAML_KEYS)}: {extra}"]
-    return LoadSource(
-        path=path,
-        kind="TensorRT-LLM load balancer",
-        num_layers=len(rows),
-        num_logical_experts=num_experts,
-        open_windows=lambda: iter(()),
-        num_windows=0,
-        ep_size=ep_size if isinstance(ep_size, int) else None,
-        num_slots=rows.shape[1],
-        layer_ids=tuple(layers),
-        placement_map=PlacementMap(
-            rows, num_experts, ep_size if isinstance(ep_size, int) else None, tuple(layers)
-        ),
-        notes=notes if extra else [],
-        has_loads=False,
-    )
+    known = PlacementMap(rows, num_experts, ep_size if isinstance(ep_size, int) else None, tuple(layers))
+    return LoadSource.of_map(path, "TensorRT-LLM load balancer", known, notes=notes if extra else [])
 
 
-def load_balancer_yaml(
-    rows: NDArray[np.int32], layer_ids: tuple[int, ...], *, layer_updates_per_iter: int = 0
-) -> bytes:
+def load_balancer_yaml(rows: NDArray[np.int32], layer_ids: Sequence[int]) -> bytes:
     """The YAML TensorRT-LLM reads: ``rows [L, P]`` under their layer indices, nothing else."""
     lines = [f"num_slots: {rows.shape[1]}", "initial_global_assignments:"]
     for layer, row in zip(layer_ids, rows.tolist(), strict=True):
         lines.append(f"  {layer}: [{', '.join(map(str, row))}]")
-    lines.append(f"layer_updates_per_iter: {layer_updates_per_iter}")
+    lines.append("layer_updates_per_iter: 0")
     return ("\n".join(lines) + "\n").encode()
 
 
@@ -259,7 +243,7 @@ STATISTICS = Format(
         isinstance(data, dict) and {"num_experts", "num_experts_per_token"} <= set(data)
     ),
     from_object=_refuse_meta,
-    placement_bytes=lambda placement: load_balancer_yaml(placement.rows, tuple(placement.layer_ids)),
+    placement_bytes=lambda placement: load_balancer_yaml(placement.rows, placement.layer_ids),
     write_loads=write_loads,
 )
 LOAD_BALANCER = Format(

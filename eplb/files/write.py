@@ -75,7 +75,7 @@ def place_rows(
 
 
 def even_or_refuse(known: PlacementMap, target: str, drop_shares: bool) -> None:
-    """Engines divide tokens evenly over replicas: uneven shares are dropped only when asked for."""
+    """Engines divide tokens evenly over replicas: uneven shares are dropped only on request."""
     uneven = known.placement is not None and known.placement.shares is not None
     if uneven and target != "evenroute" and not drop_shares:
         raise ValueError(

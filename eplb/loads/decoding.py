@@ -24,7 +24,7 @@ def damaged(path: Path | str, what: object) -> ValueError:
 
 
 def is_text(head: bytes) -> bool:
-    """Whether a file's first bytes are plain text (at least 8 of them, so that the stump of a binary file is none)."""
+    """Whether a file's first bytes are plain text (at least 8 of them: a cut-off binary file is no text)."""
     if len(head) < 8:
         return False
     try:
@@ -158,7 +158,7 @@ def check_map(values: Any, num_logical_experts: int | None = None) -> tuple[NDAr
             f"expected [0, {num_experts})"
         )
     for layer, row in enumerate(array):
-        # Fewer slots than experts: one of the first ones is missing, however many are said to be there.
+        # Fewer slots than experts: one of the first ones is missing, whatever the stated number.
         held = np.zeros(min(num_experts, len(row) + 1), bool)
         held[row[row < len(held)]] = True
         if not held.all():

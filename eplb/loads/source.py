@@ -147,6 +147,14 @@ class LoadSource:
         if odd:
             raise ValueError(f"{self.path}: layer {odd[0]} found, expected [0, {MOST_LAYERS})")
 
+    @classmethod
+    def of_map(cls, path: Path, kind: str, known: PlacementMap, **more: Any) -> LoadSource:
+        """A file that holds a placement and no loads."""
+        layers, slots = known.physical_to_logical.shape
+        known_fields = {"ep_size": known.ep_size, "num_slots": slots, "layer_ids": known.layer_ids}
+        fields = {**known_fields, "num_windows": 0, "placement_map": known, "has_loads": False, **more}
+        return cls(path, kind, layers, known.num_logical_experts, lambda: iter(()), **fields)
+
     def windows(self) -> Iterator[LoadWindow]:
         """The windows in order; ValueError with the file's name if one turns out damaged."""
         yield from self.open_windows()

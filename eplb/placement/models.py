@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from evenroute.eplb._checks import require_bool, require_int, require_number, require_one_of, require_text
+from evenroute.eplb._checks import require_bool, require_choice, require_int, require_number, require_text
 
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 _SIZES = ("hidden_size", "moe_intermediate_size")
@@ -47,7 +47,7 @@ class ModelShape:
             require_int(name, getattr(self, name), 0)
         for name in ("num_layers", "num_logical_experts", "top_k", "num_groups", "topk_group", *_SIZES):
             require_int(name, getattr(self, name), 1)
-        require_one_of("scoring", self.scoring, get_args(Scoring))
+        require_choice("scoring", self.scoring, get_args(Scoring))
         require_bool("use_bias", self.use_bias)
         require_bool("renormalize", self.renormalize)
         require_number("routed_scaling_factor", self.routed_scaling_factor)

@@ -17,6 +17,22 @@ def count_replicas(rows: NDArray[Any], num_logical_experts: int) -> NDArray[np.i
     return counts.reshape(len(rows), num_logical_experts)
 
 
+def logical_to_physical(
+    rows: NDArray[Any], counts: NDArray[np.int64], width: int | None = None
+) -> NDArray[np.int64]:
+    """Slots of every expert, rising and padded with -1: ``[L, P]``, counts ``[L, E]`` -> ``[L, E, width]``.
+
+    The width is that of the expert with the most replicas unless given.
+    """
+    most = int(counts.max(initial=1)) if width is None else width
+    slots = np.full((*counts.shape, most), -1, dtype=np.int64)
+    for layer, row in enumerate(rows):
+        order = np.argsort(row, kind="stable")
+        starts = np.cumsum(counts[layer]) - counts[layer]
+        slots[layer, row[order], np.arange(row.size) - starts[row[order]]] = order
+    return slots
+
+
 def even_shares(slots: NDArray[Any]) -> NDArray[np.uint16]:
     """Equal shares ``[P]`` or ``[L, P]``: 65535 an expert, left-over units to its lowest slots."""
     rows = np.atleast_2d(slots).astype(np.int64)

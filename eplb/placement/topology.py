@@ -46,7 +46,7 @@ class Topology:
 
 def automatic_redundant_experts(num_logical_experts: int, ep_size: int) -> int:
     """Fewest redundant experts with which the slots divide over the ranks: ``(R - E mod R) mod R``."""
-    return -num_logical_experts % ep_size
+    return -num_logical_experts % as_integer("ep_size", ep_size, 1)
 
 
 def nearest_num_slots(num_logical_experts: int, num_slots: int, ep_size: int) -> int:

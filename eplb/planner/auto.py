@@ -11,8 +11,8 @@ from evenroute.eplb.loads.balance import Balancedness, rank_loads
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.planner.moves import MoveCost
 
-MOVE_PRICE = 0.05  # balancedness that moving all slots must bring
-SHARE_PRICE = 0.001  # balancedness that new shares must bring
+MOVE_PRICE = 0.05  # balancedness that moving all slots must gain
+SHARE_PRICE = 0.001  # balancedness that new shares must gain
 CROSSING_PRICE = 0.02  # balancedness that sending all tokens to another node costs
 
 

@@ -75,7 +75,7 @@ class Limits:
     Attributes:
         max_moves: moved slots over all layers.
         target: sum of values over layers that is enough.
-        price: value that one moved slot must bring at least.
+        price: least value that one moved slot must gain.
     """
 
     max_moves: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evenroute.eplb._checks import describe, is_number, require_one_of
+from evenroute.eplb._checks import describe, is_number, require_choice
 
 SOURCES = ("default", "given", "measured")
 
@@ -44,7 +44,7 @@ class TimeCosts:
             if not is_number(value) or not 0 <= value <= 1:
                 raise ValueError(f"{name}={describe(value)}, expected a number in [0, 1]")
         for name in ("source", "step_source"):
-            require_one_of(name, getattr(self, name), SOURCES)
+            require_choice(name, getattr(self, name), SOURCES)
 
     def moving(self, num_moves: int, num_ranks: int) -> float:
         """Seconds of the whole job that fetching so many slots costs."""
@@ -59,7 +59,7 @@ class TimeCosts:
         return seconds * (1.0 - self.step(after) / self.step(before))
 
     def price_per_slot(self, seconds: float, num_layers: int, num_ranks: int) -> float:
-        """Balancedness of one layer that one moved slot must bring to save in ``seconds`` what it costs."""
+        """Balancedness of one layer that one moved slot must gain to pay for itself within ``seconds``."""
         return self.moving(1, num_ranks) * num_layers / (seconds * self.load_fraction)
 
     def told(self) -> str:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from evenroute.eplb._checks import CONVERSION_ERRORS, as_integer, one_line
 from evenroute.eplb.loads.balance import validate_loads
-from evenroute.eplb.placement.shares import count_replicas
+from evenroute.eplb.placement.shares import count_replicas, logical_to_physical
 from evenroute.eplb.placement.topology import check_plan_numbers
 from evenroute.eplb.planner.plan import plan_placement
 
@@ -61,7 +61,7 @@ def _rebalance(
     loads = validate_loads(weight)
     num_replicas, num_groups = as_integer("num_replicas", num_replicas), as_integer("num_groups", num_groups)
     num_nodes, num_gpus = as_integer("num_nodes", num_nodes), as_integer("num_gpus", num_gpus)
-    num_layers, num_experts = loads.shape
+    num_experts = loads.shape[1]
     topology = check_plan_numbers(num_experts, num_replicas, num_groups, num_nodes, num_gpus)
     policy = "hierarchical" if num_groups > 1 and num_nodes > 1 else "global"
     plan = plan_placement(
@@ -69,11 +69,4 @@ def _rebalance(
     )
     phy2log = plan.placement.physical_to_logical.astype(np.int64)
     logcnt = count_replicas(phy2log, num_experts)
-    most = int(logcnt.max()) if logcnt.size else 1
-    log2phy = np.full((num_layers, num_experts, most), -1, dtype=np.int64)
-    for layer, row in enumerate(phy2log):
-        order = np.argsort(row, kind="stable")
-        starts = np.concatenate(([0], np.cumsum(logcnt[layer])[:-1]))
-        replica = np.arange(num_replicas) - starts[row[order]]
-        log2phy[layer, row[order], replica] = order
-    return phy2log, log2phy, logcnt.astype(np.int64)
+    return phy2log, logical_to_physical(phy2log, logcnt), logcnt.astype(np.int64)

@@ -202,7 +202,7 @@ def joint_placement(
     Args:
         max_moves_per_rank: moved slots over all layers on any rank.
         target: mean expected balancedness that is enough.
-        price: expected balancedness of a layer that one moved slot must bring.
+        price: expected balancedness of a layer that one moved slot must gain.
         even: the dispatch cannot honour shares.
         barred: ``[L, R, E]`` where an expert must not go.
     """

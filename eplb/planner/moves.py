@@ -57,7 +57,7 @@ class MoveCost:
         return self.bytes_per_expert / speed / num_ranks
 
     def price_per_slot(self, num_layers: int, topology: Topology) -> float:
-        """Balancedness of one of ``num_layers`` layers that a moved slot must bring to save what it costs."""
+        """Balancedness of one of ``num_layers`` layers that a moved slot must gain to pay for itself."""
         seconds = self.seconds_per_slot(topology.ep_size, topology.num_nodes)
         return seconds * num_layers / (self.seconds_in_use * self.moe_time_fraction)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenroute.eplb._checks import as_integer, describe, is_number, require_instance, require_one_of
+from evenroute.eplb._checks import as_integer, describe, is_number, require_choice, require_instance
 from evenroute.eplb._notebook import data_frame, plan_page
 from evenroute.eplb.loads.balance import Balancedness, placement_balancedness
 from evenroute.eplb.placement.placement import Placement
@@ -267,8 +267,8 @@ def plan_placement(
         ValueError: names the field, what was found and what is allowed.
     """
     array = validate_windows(loads)
-    require_one_of("policy", policy, POLICIES)
-    require_one_of("windows", windows, WINDOW_CHOICES)
+    require_choice("policy", policy, POLICIES)
+    require_choice("windows", windows, WINDOW_CHOICES)
     if not is_number(spill) or not 0 <= spill <= 1:
         raise ValueError(f"spill={describe(spill)}, expected a part of slots in [0, 1]")
     if not is_number(share_gain) or not 0 <= share_gain < 1:

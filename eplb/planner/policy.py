@@ -26,7 +26,9 @@ from evenroute.eplb.planner.joint import (
 from evenroute.eplb.planner.layers import check_num_threads
 from evenroute.eplb.planner.plan import Plan
 
-BUDGET_WINDOWS = 20  # over any that many windows in a row the mean of moved slots keeps to max_move_fraction
+BUDGET_WINDOWS = (
+    20  # over any that many windows in a row the mean of moved slots stays below max_move_fraction
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class PolicySettings:
         target: moves stop where shares alone are expected to reach it.
         max_move_fraction: part of all slots that may move a window, on average over 20 windows.
         move_burst: budgets of so many windows may be spent at once, after a change of traffic.
-        move_price: balancedness that moving all slots of a layer must bring; moves must also pay in time.
+        move_price: balancedness that moving all slots of a layer must gain; moves must also pay in time.
         noise_band: moves must gain this part of what sampling noise costs the loads they are planned from.
         costs: what a moved slot and imbalance cost in time.
         life_seconds: how long a plan is expected to serve.

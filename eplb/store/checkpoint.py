@@ -13,7 +13,7 @@ EVERY_S = 2.0
 
 
 class Checkpointer:
-    """A thread with a connection of its own; passive checkpoints wait for nobody and hold nobody up."""
+    """A thread with a connection of its own; passive checkpoints neither wait for readers nor block them."""
 
     def __init__(self, path: Path, custody: Custody, *, every_s: float = EVERY_S) -> None:
         self.failures = 0  # tried again the next time; meanwhile the log grows

@@ -1,7 +1,7 @@
 """Whether the store's files are as this writer left them, and what it has acknowledged: so that damage is noticed.
 
 SQLite reads neither its log nor its file again while it writes: a file that is cut or overwritten by somebody else
-would go on taking windows that nobody can read after a crash.
+would keep taking windows that cannot be read after a crash.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LENGTH = 128  # bytes of the note: one write of a fixed length, in place
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Size, time of the last write and inode; None for no file, or an empty one (a log before its first write)."""
+    """Size, time of the last write and inode; None for a missing or empty file (a log before its first write)."""
     try:
         found = os.stat(path)
     except OSError:
@@ -31,7 +31,7 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 class Custody:
     """Compares the stamps of file and log with those after this writer's last write.
 
-    ``lock`` is held by whoever moves the log into the file, and notes the file's stamp then. The log's stamp is the
+    ``lock`` is held while the log is moved into the file; the file's stamp is noted then. The log's stamp is the
     writer's alone: no thread overwrites what another has noted.
     """
 
@@ -64,7 +64,7 @@ class Custody:
             self.lock.release()
 
     def damage(self) -> str | None:
-        """What is wrong with files that `changed`, though no other writer committed anything; None = all is readable.
+        """What is wrong with files that `changed`, though no other writer committed anything; None if all is readable.
 
         A checkpoint of another process changes the file alone, and nothing in it.
         """

@@ -37,7 +37,7 @@ CREATE TABLE rank_state (
     run INTEGER NOT NULL, rank INTEGER NOT NULL, last_seq INTEGER NOT NULL, missing INTEGER NOT NULL,
     first_step INTEGER NOT NULL, last_step INTEGER NOT NULL, num_windows INTEGER NOT NULL, tokens INTEGER NOT NULL,
     time REAL NOT NULL, PRIMARY KEY (run, rank)) WITHOUT ROWID;
--- Per-rank detail, only while it is asked for.
+-- Per-rank detail, only on request.
 CREATE TABLE rank_windows (
     run INTEGER NOT NULL, rank INTEGER NOT NULL, seq INTEGER NOT NULL, first_step INTEGER NOT NULL,
     last_step INTEGER NOT NULL, time REAL NOT NULL, tokens INTEGER NOT NULL, counts BLOB NOT NULL,

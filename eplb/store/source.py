@@ -102,17 +102,7 @@ def _measured(reader: StoreReader, job: JobRow) -> dict[str, Any]:
 
 
 def _published(row: PublishedPlacement) -> PlacementEvent:
-    return PlacementEvent(
-        placement=row.placement,
-        time=row.time,
-        epoch=row.epoch,
-        version=row.version,
-        balancedness_before=row.balancedness_before,
-        balancedness_predicted=row.balancedness_predicted,
-        moves=int(row.moves.sum()),
-        policy=row.policy,
-        reason=row.reason,
-    )
+    return PlacementEvent(**{**vars(row), "moves": int(row.moves.sum())})
 
 
 def _used(

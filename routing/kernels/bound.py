@@ -163,7 +163,7 @@ def lane_of(upto, number):
 @triton.jit
 def nth_bit(word, skip):
     """Place of the lowest set bit of int32 or int64 after `skip` lower ones."""
-    for _ in tl.static_range(2):  # as a rule enough
+    for _ in tl.static_range(2):  # usually enough
         word = tl.where(skip > 0, word & (word - 1), word)
         skip -= 1
     while tl.max(skip) > 0:
@@ -209,7 +209,10 @@ def candidate_at(row, source, place, taken, LAYOUT: tl.constexpr, SCORE: tl.cons
     else:
         place = source * LAYOUT.per_lane + place
     expert = tl.where(taken, expert_at(place, LAYOUT), 0)
-    x = clean_logit(tl.load(row.logits + expert, mask=taken & row.exists, other=float("-inf")), SCORE)
+    x = clean_logit(
+        tl.load(tl.max_contiguous(row.logits + expert, [2, 1]), mask=taken & row.exists, other=float("-inf")),
+        SCORE,
+    )
     key = base_key(x, row.largest, row.denominator, SCORE)
     if SCORE.any_bias:
         key += bias_at(row.bias, row.marked_bias, row.marked, expert, taken, SCORE)

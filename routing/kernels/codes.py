@@ -30,7 +30,7 @@ def smaller_or_nan(a, b):
 
 @triton.jit
 def lane_top_two(values, TOP2: tl.constexpr):
-    """Two largest of eight floats a lane; a NaN is none, and -inf stands for none."""
+    """Two largest of eight floats a lane; NaN is left out, and -inf stands for a missing one."""
     first = larger(values[0], values[1])
     second = smaller_or_nan(values[0], values[1])
     for i in tl.static_range(1, 4):

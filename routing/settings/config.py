@@ -11,6 +11,7 @@ from evenroute.eplb._checks import (
     require_int,
     require_number,
 )
+from evenroute.eplb.placement.models import ModelShape
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 TOPK_METHODS = ("greedy", "noaux_tc")
@@ -32,7 +33,7 @@ class RouterConfig:
     renormalize             divide the K routed weights by their sum (by 1 where it is 0) ...
     renormalize_epsilon     ... or, if > 0, by sum + epsilon
     routed_scaling_factor   factor of the routed experts' output
-    apply_routed_scaling_factor  True: the weights carry the factor; False: whoever combines multiplies by it
+    apply_routed_scaling_factor  True: the weights carry the factor; False: the consumer that combines multiplies by it
     softcap                 c > 0: logits become c * tanh(x / c) (softmax only)
     bias_domain             softmax: add the bias to the logit or ("score") to the probability
     num_shared_experts      S columns after the K routed ones, coefficient exactly 1
@@ -128,6 +129,19 @@ class RouterConfig:
         if rule:
             found = f"num_experts={experts}, num_groups={groups}, topk_group={kept}, top_k={top_k}"
             raise ValueError(f"{found}: {rule}")
+
+    @classmethod
+    def of_model(cls, shape: ModelShape) -> RouterConfig:
+        """The routing form of a model that the commands know, its routed experts alone."""
+        return cls(
+            shape.num_logical_experts,
+            shape.top_k,
+            shape.scoring,
+            shape.num_groups,
+            shape.topk_group,
+            shape.renormalize,
+            shape.routed_scaling_factor,
+        )
 
     @property
     def grouped(self) -> bool:

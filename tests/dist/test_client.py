@@ -71,7 +71,7 @@ def asking(request: Any) -> Any:
     ("request_", "words"),
     [
         *(
-            (bad, "request must be one of StatusRequest, LayerRequest, RecordStart")
+            (bad, "request must be one of StatusRequest, LayerRequest, TraceRequest, RecordStart")
             for bad in (None, "status", 3, {}, StatusRequest)
         ),
         (RecordStart(mode="per-token"), "request RecordStart: | mode"),  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from evenroute.dist.engines.ep_layer import moe_reference
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.align.align import moe_align_block_size
@@ -18,6 +17,7 @@ from evenroute.routing.router import Router
 from evenroute.routing.settings.config import RouterConfig
 from evenroute.routing.tables.tables import DispatchTables
 from support.deploy_files import ROOT
+from support.reference_experts import moe_reference
 
 BOTH = ("weights", "physical_ids", "logical_ids")
 

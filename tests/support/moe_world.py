@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenroute.dist.engines.ep_layer import EpMoeLayer, moe_reference
+from evenroute.dist.engines.ep_layer import EpMoeLayer
 from evenroute.dist.engines.experts import SwiGluExperts
 from evenroute.dist.weights.expert_weights import ExpertWeights
 from evenroute.dist.weights.weight_mover import MigrationConfig, WeightMover
@@ -22,6 +22,7 @@ from evenroute.routing.tables.tables import DispatchTables
 from evenroute.tools.run.driver import MoeDriver
 from support.placements import random_placement
 from support.rank_pool import Ranks
+from support.reference_experts import moe_reference
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

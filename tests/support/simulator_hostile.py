@@ -30,8 +30,8 @@ from evenroute.dist.wire.placement import pack_placement
 from evenroute.dist.wire.received import decode_up
 
 if TYPE_CHECKING:
-    from support.simulator import World
     from support.simulator_rebalancer import SimRebalancer
+    from support.simulator_world import World
 
 HOSTILE = -1
 """Its number as a peer."""

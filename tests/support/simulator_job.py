@@ -15,7 +15,7 @@ from support.simulator_mover import Transfer
 from support.simulator_rank import SimRank
 
 if TYPE_CHECKING:
-    from support.simulator import World
+    from support.simulator_world import World
 
 
 class SimJob:

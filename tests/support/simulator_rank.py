@@ -24,8 +24,8 @@ from support.simulator_history import (
 from support.simulator_mover import SimMover
 
 if TYPE_CHECKING:
-    from support.simulator import World
     from support.simulator_job import SimJob
+    from support.simulator_world import World
 
 
 class SimRank:

@@ -14,7 +14,7 @@ from support.simulator_history import ViewRecord
 from support.simulator_store import SimStore
 
 if TYPE_CHECKING:
-    from support.simulator import World
+    from support.simulator_world import World
 
 
 class SimRebalancer:

@@ -2,6 +2,7 @@
 
 options             flags of router, migration and ep, without torch
 router              one routing launch, in parts and on worst inputs
+dispatch_cost       what each deal costs by batch size
 planner             real changes of workload, by policy
 planning            its parts
 transport           many simulated ranks against one rebalancer

@@ -72,7 +72,7 @@ def steps_part(bench: ModelBench) -> dict[str, Any]:
 
 
 def migrate_blocking(bench: ModelBench, target: Placement) -> float:
-    """Seconds that the same migration takes (the way back) when serving stops for it and nothing is agreed."""
+    """Seconds that the reverse migration takes when serving stops for it and there is no vote."""
     model, mover = bench.model, bench.model.mover
     model.synchronize()
     torch_dist.barrier(group=model.vote_group)

@@ -25,7 +25,7 @@ def _some_placement(bench: ModelBench, seed: int = 5) -> Placement:
 
 
 def kill_part(bench: ModelBench) -> dict[str, Any]:
-    """The last rank is killed in the middle of a migration; the others must end, saying what they were at."""
+    """The last rank is killed in the middle of a migration; the others must end and name the operation under way."""
     model = bench.model
     step = GraphStep(model, bench.args.tokens)
     model.driver.propose(_some_placement(bench))
@@ -77,7 +77,7 @@ def _step_without_transfer(model: BenchModel) -> None:
 
 def damage_part(bench: ModelBench) -> dict[str, Any]:
     """With `--verify`: an expert that is to move is damaged where it lies. The switch must stop at its layer on all
-    ranks, live weights and tables must stay, and the same placement must go through once it is mended."""
+    ranks, live weights and tables must stay, and the same placement must go through once it is repaired."""
     model = bench.model
     step = GraphStep(model, bench.args.tokens)
     number = 0

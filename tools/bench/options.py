@@ -23,7 +23,8 @@ ROUTER = """Times the routing launch: whole, in parts, under PDL and on worst in
 
     evenroute bench router [--model dsv3] [--json]          python -m evenroute.tools.bench.router --rows 1,256,8192
 
-On CUDA every figure is the median of 15 replays of a graph of 40 calls, in microseconds a call, fp32 logits in L2.
+On CUDA every figure is the median of 15 replays of a graph of 40 calls, in microseconds a call, fp32 logits in L2; but
+for `host`: microseconds of CPU that an eager call takes to enqueue, outputs given or fresh.
 On CPU (reference path) it is the median of single calls.
 """
 MIGRATION = """What a migration costs while serving, and that it never hangs (NCCL on GPUs, gloo on the CPU).

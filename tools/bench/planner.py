@@ -18,7 +18,7 @@ from statistics import mean
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb._checks import require_one_of
+from evenroute.eplb._checks import require_choice
 from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
@@ -282,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
             options.only.split(",") if options.only else list(ON_ANY_LOADS if options.synthetic else SECTIONS)
         )
         for name in names:
-            require_one_of("--only", name, SECTIONS)
+            require_choice("--only", name, SECTIONS)
         files = synthetic_loads() if options.synthetic else _read(options.data)
         if options.every < 1:
             raise ValueError(f"--every {options.every}, expected >= 1")

@@ -138,24 +138,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="evenroute bench transport", description=(__doc__ or "").split("\n")[0]
     )
-    defaults = TransportOptions()
-    parser.add_argument("--ranks", type=int, default=defaults.ranks)
-    parser.add_argument("--layers", type=int, default=defaults.layers)
-    parser.add_argument("--experts", type=int, default=defaults.experts)
-    parser.add_argument("--seconds", type=float, default=defaults.seconds)
-    parser.add_argument(
-        "--rate", type=float, default=defaults.rate, help="windows a second and rank; 0: no pause"
-    )
-    parser.add_argument(
-        "--plan-after",
-        type=float,
-        default=0.0,
-        help="seconds until a placement is planned and sent (0: none)",
-    )
-    parser.add_argument("--planner", default=None, help="MODULE:FUNCTION in place of the built-in planner")
+    helps = {
+        "rate": "windows a second and rank; 0: no pause",
+        "plan_after": "seconds until a placement is planned and sent (0: none)",
+        "planner": "MODULE:FUNCTION in place of the built-in planner",
+    }
+    for name, default in vars(TransportOptions()).items():
+        kind = str if default is None else type(default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=helps.get(name))
     given = parser.parse_args(argv)
     try:
-        options = TransportOptions(**{name.replace("-", "_"): value for name, value in vars(given).items()})
+        options = TransportOptions(**vars(given))
     except ValueError as error:
         parser.error(str(error))
     figures = run_transport(options)

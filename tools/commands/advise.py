@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from evenroute.eplb.analysis.measures import AdviceSettings, Workload
     from evenroute.eplb.loads.balance import RankLoadMap
     from evenroute.eplb.loads.source import LoadSource
-    from evenroute.tools.inputs import ExpertSize
 
 Loads = Annotated[
     list[Path], typer.Argument(metavar="LOADS...", help="Stores, dumps, folders or files, or -.")
@@ -64,6 +63,7 @@ def advise(
     from rich.console import Console
 
     from evenroute.eplb.analysis.advice import advise as make_advice
+    from evenroute.eplb.analysis.history import default_ep_size
     from evenroute.eplb.analysis.measures import HARDWARE, AdviceSettings
     from evenroute.eplb.loads.whole import require_whole
     from evenroute.tools.in_use import recorded_redundancy
@@ -89,7 +89,7 @@ def advise(
     )
     known_top_k = top_k or next((s.top_k for s in sources if s.top_k), None)
     settings = AdviceSettings(
-        ep_size=ranks or _assumed_ranks(first),
+        ep_size=ranks or default_ep_size(first.num_logical_experts),
         num_nodes=num_nodes,
         num_redundant_experts=recorded_redundancy(first, ranks) if redundant is None and ranks else redundant,
         top_k=known_top_k or (shape.top_k if shape is not None else None),
@@ -117,32 +117,24 @@ def advise(
     if as_json:
         typer.echo(json.dumps(facts))
     else:
-        _show(facts, size)
+        from evenroute.tools.report.advice import show
 
-
-def _assumed_ranks(source: LoadSource) -> int:
-    from evenroute.eplb.analysis.history import default_ep_size
-
-    return default_ep_size(source.num_logical_experts)
-
-
-def _map_of(path: Path, ep_size: int, source: LoadSource) -> RankLoadMap:
-    from evenroute.eplb.analysis.history import choose_placement
-    from evenroute.tools.inputs import open_placement
-
-    return choose_placement(source, ep_size=ep_size, override=open_placement(path)).load_map
+        show(facts, size)
 
 
 def _now(
     path: Path | None, sources: Sequence[LoadSource], settings: AdviceSettings
 ) -> tuple[RankLoadMap | None, str]:
     """Rank loads under the placement to compare with, and which it is: given, else in use last, else in order."""
+    from evenroute.eplb.analysis.history import choose_placement
     from evenroute.eplb.loads.balance import RankLoadMap
     from evenroute.eplb.placement.topology import Topology
     from evenroute.tools.in_use import placement_in_use
+    from evenroute.tools.inputs import open_placement
 
     if path is not None:
-        return _map_of(path, settings.ep_size, sources[0]), str(path)
+        known = open_placement(path)
+        return choose_placement(sources[0], ep_size=settings.ep_size, override=known).load_map, str(path)
     found = placement_in_use(sources, Topology(settings.ep_size, settings.num_nodes), None, newest=True)
     if found is None:
         return None, "experts in order, no redundancy"
@@ -177,9 +169,3 @@ def gather(sources: Sequence[LoadSource], ep_size: int) -> tuple[list[Workload],
         )
         recorded += [found.mean for found in history.achieved if found.mean is not None]
     return workloads, sum(recorded) / len(recorded) if recorded else None
-
-
-def _show(facts: dict[str, Any], size: ExpertSize) -> None:
-    from evenroute.tools.report import advice as report_advice
-
-    report_advice.show(facts, size)

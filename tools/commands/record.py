@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -106,7 +107,7 @@ def check_start(mode: str, name: str) -> None:
 
 
 def started(address: str, keys: Path | None, timeout_s: float) -> int:
-    """Wait until every rank has said whether it records; the exit status. A recording that nobody makes is ended."""
+    """Wait until every rank has said whether it records; the exit status. One without a recording rank is ended."""
     from evenroute.dist.client import command
     from evenroute.dist.wire.control import RecordStop
 
@@ -152,17 +153,14 @@ def _wait(
     address: str, keys: Path | None, timeout_s: float, done: Callable[[RankHealth], bool]
 ) -> RebalancerStatus:
     """The status once all ranks are `done`, or as it is after the limit."""
-    from evenroute.dist.client import ControlClient, RefusedError
-    from evenroute.dist.wire.control import StatusAnswer, StatusRequest
+    from evenroute.dist.client import ControlClient
 
     deadline = time.monotonic() + timeout_s
     with ControlClient(address, keys=keys, timeout_s=timeout_s) as client:
         while True:
-            answer = client.ask(StatusRequest())
-            if not isinstance(answer, StatusAnswer):
-                raise RefusedError(getattr(answer, "reason", "unexpected answer"))
-            if all(map(done, _recorders(answer.status))) or time.monotonic() > deadline:
-                return answer.status
+            status = client.status()
+            if all(map(done, _recorders(status))) or time.monotonic() > deadline:
+                return status
             time.sleep(0.1)
 
 
@@ -183,8 +181,8 @@ def summary_lines(status: RebalancerStatus) -> list[str]:
     running = status.recording and states.keys() <= {"recording", "starting"}
     if running or states.keys() <= {"ended"}:
         return []
-    told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-    lines = [f"of {len(ranks)} ranks: {told}"]
+    counted = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+    lines = [f"of {len(ranks)} ranks: {counted}"]
     if any(_never_ended(rank, status) for rank in ranks):
         lines.append(
             "finished files are whole; what else a rank wrote stays in its folder as "
@@ -248,6 +246,7 @@ def write_dump(
     address: str, output: Path, *, rank: int | None, keys: Path | None, timeout_s: float
 ) -> tuple[int, int]:
     """Fetch a recording and write it; returns the number of windows and of tokens."""
+    import msgspec
     import numpy as np
 
     from evenroute.dist.client import read_recording
@@ -271,22 +270,8 @@ def write_dump(
     )
     number = tokens = 0
     with DumpWriter(output, header, replaces_left=True) as writer:
-        part = first
-        while True:
-            for window in part.windows:
-                counts = np.frombuffer(window.counts, "<i8").reshape(shape)
-                writer.add_window(
-                    LoadWindow(
-                        counts=counts,
-                        time=window.time,
-                        first_step=window.first_step,
-                        last_step=window.last_step,
-                        tokens=window.tokens,
-                        complete=window.complete,
-                    )
-                )
-                number, tokens = number + 1, tokens + window.tokens
-            following = next(parts, None)
-            if following is None:
-                return number, tokens
-            part = following
+        for window in (window for part in itertools.chain((first,), parts) for window in part.windows):
+            counts = np.frombuffer(window.counts, "<i8").reshape(shape)
+            writer.add_window(LoadWindow(**{**msgspec.structs.asdict(window), "counts": counts}))
+            number, tokens = number + 1, tokens + window.tokens
+        return number, tokens

@@ -69,6 +69,7 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Replay a history: balancedness over time, moves, bytes and step time, for one or many settings."""
+    from evenroute.eplb.analysis.history import default_ep_size
     from evenroute.eplb.loads.whole import require_whole
     from evenroute.tools.inputs import expert_size, known_model, number_list, open_loads
 
@@ -87,7 +88,11 @@ def replay(
     }
     if num_slots is not None and redundant is not None:
         raise ValueError("--num-slots and --redundant say the same: give one of them")
-    sizes = number_list("--ep-size", ep_size) if ep_size else [first.ep_size or _assumed_ranks(first)]
+    sizes = (
+        number_list("--ep-size", ep_size)
+        if ep_size
+        else [first.ep_size or default_ep_size(first.num_logical_experts)]
+    )
     if ep_size or first.ep_size:
         for ranks in sizes:
             require_whole(sources, ranks)
@@ -107,19 +112,11 @@ def replay(
     shape, assumed = known_model(model, first)
     size = expert_size(
         given=expert_bytes,
-        hidden=None,
-        intermediate=None,
         weight_bytes=weight_bytes,
         model=shape,
         assumed=assumed,
     )
     _show(sources, results, begins, size, experts_share, as_json)
-
-
-def _assumed_ranks(source: LoadSource) -> int:
-    from evenroute.eplb.analysis.history import default_ep_size
-
-    return default_ep_size(source.num_logical_experts)
 
 
 def build(

@@ -1,4 +1,4 @@
-"""`evenroute status`: is the control plane well? Exit status 0 healthy, 1 degraded, 2 unreachable."""
+"""`evenroute status`: is the control plane healthy? Exit status 0 healthy, 1 degraded, 2 unreachable."""
 
 from __future__ import annotations
 

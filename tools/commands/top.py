@@ -51,7 +51,7 @@ def watch(
     """Look until the frames are used up or Ctrl-C; the exit status: 0 healthy, 1 degraded, 2 unreachable.
 
     Ctrl-C before the first answer raises KeyboardInterrupt (exit status 130): nothing is known yet.
-    A rebalancer that does not answer is told on the screen and asked again; only a first look that fails ends it.
+    A rebalancer that does not answer is shown as lost and asked again; only a failed first look ends the command.
     """
     from rich.console import Console
     from rich.live import Live
@@ -97,13 +97,9 @@ def watch(
 
 def _look(client: ControlClient, screen: Screen) -> None:
     """Ask for the status, and for the layer that is shown; RefusedError with the rebalancer's reason."""
-    from evenroute.dist.client import RefusedError
-    from evenroute.dist.wire.control import LayerLoads, LayerRequest, Refused, StatusAnswer, StatusRequest
+    from evenroute.dist.wire.control import LayerLoads, LayerRequest
 
-    answer = client.ask(StatusRequest())
-    if not isinstance(answer, StatusAnswer):
-        raise RefusedError(answer.reason if isinstance(answer, Refused) else "unexpected answer")
-    screen.feed(answer.status, time.time())
+    screen.feed(client.status(), time.time())
     if screen.layer is not None:
         detail = client.ask(LayerRequest(screen.layer))
         screen.detail = detail if isinstance(detail, LayerLoads) else None

@@ -186,7 +186,7 @@ class ElasticRun:
     def scale(self, ranks: int) -> str:
         """`evenroute scale`; processes that are wanted more are started."""
         from evenroute.dist.client import command
-        from evenroute.dist.wire.control import ScaleOrder
+        from evenroute.dist.wire.membership import ScaleOrder
 
         text = command(self.rebalancer.address, ScaleOrder(ranks))
         for _ in range(ranks - len(self.launcher.living())):

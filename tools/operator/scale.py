@@ -22,6 +22,6 @@ def scale(
     switched in at one step once they have their experts.
     """
     from evenroute.dist.client import command
-    from evenroute.dist.wire.control import ScaleOrder
+    from evenroute.dist.wire.membership import ScaleOrder
 
     typer.echo(command(address, ScaleOrder(ranks), keys=keys, timeout_s=timeout))

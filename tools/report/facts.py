@@ -65,7 +65,7 @@ def history_of(
 def source_facts(
     sources: list[LoadSource], settings: Settings, override: PlacementMap | None, errors: list[str]
 ) -> tuple[dict[str, Any], list[History]]:
-    """What is in each source; a source that turns out damaged is a line among the errors, its sound files stay."""
+    """What is in each source; a damaged source is a line among the errors, its good files stay."""
     from evenroute.eplb.analysis.facts import history_facts, layer_facts, placement_only_facts
     from evenroute.eplb.analysis.facts import source_facts as known_facts
     from evenroute.eplb.files.ranks import without_damaged
@@ -106,7 +106,7 @@ def source_facts(
 
 
 def _plan(history: History, settings: Settings) -> dict[str, Any]:
-    """What a full plan for `--plan-slots` brings to this history's loads."""
+    """What a full plan for `--plan-slots` gains on this history's loads."""
     from evenroute.eplb.analysis.facts import named_balancedness
     from evenroute.eplb.loads.balance import RankLoadMap, balancedness
     from evenroute.tools.report.pictures import planned

@@ -149,8 +149,8 @@ def _balancedness(facts: dict[str, Any], balance: dict[str, Any], width: int) ->
     parts: list[RenderableType] = [Text(title, style="bold"), Text(line)]
     unplaced = facts["num_windows_without_placement"]
     if unplaced:
-        told = "the first window is" if unplaced == 1 else f"the first {unplaced:,} windows are"
-        parts.append(Text(f"{told} put on experts in order: what was in use then is not recorded"))
+        which = "the first window is" if unplaced == 1 else f"the first {unplaced:,} windows are"
+        parts.append(Text(f"{which} put on experts in order: what was in use then is not recorded"))
     names = facts["layer_ids"] or range(facts["num_layers"])
     cells = [f"{name:>4} {number(v):>7}" for name, v in zip(names, balance["per_layer"], strict=True)]
     across = max(1, (width - 2) // 14)

@@ -252,8 +252,8 @@ def changes(before: RebalancerStatus, after: RebalancerStatus) -> list[str]:
     if after.run != before.run:
         found.append(f"another run of the job: {after.run:x}")
     if after.newest > before.newest:
-        told = number(after.balancedness_predicted)
-        found.append(f"version {key_text(after.newest)} published, predicts {told}")
+        predicted = number(after.balancedness_predicted)
+        found.append(f"version {key_text(after.newest)} published, predicts {predicted}")
     if after.settled and not before.settled and after.live_lowest == after.newest:
         found.append(f"version {key_text(after.newest)} is in use on all ranks")
     for kind, count in after.plan_errors.items():

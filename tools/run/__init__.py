@@ -1,6 +1,6 @@
 """What stress runs and benches share: processes they start, models they step, the reference they compare with.
 
-folder          temporary folders that go with whoever made them
+folder          temporary folders that go with the process that made them
 rebalancer      `evenroute rebalancer` as a child process
 launch          torchrun on this host
 ranks           what the ranks of a run do together

@@ -74,7 +74,7 @@ class BenchModel:
     def __init__(
         self, sizes: ModelSizes, device: torch.device, groups: ModelGroups, *, load: bool = True
     ) -> None:
-        """`load=False` leaves weights and tables to whoever starts the mover (the rank agent does)."""
+        """`load=False` leaves weights and tables to the mover's start (by the rank agent)."""
         self.sizes, self.device, self.vote_group = sizes, device, groups.vote
         self.rank, self.ep_size = torch_dist.get_rank(), torch_dist.get_world_size()
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -1,4 +1,4 @@
-"""Temporary folders and child processes that go with whoever made them, also after its kill -9."""
+"""Temporary folders and child processes that go with the process that made them, also after its kill -9."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def remove_left_folders() -> list[Path]:
     """Remove this user's folders whose makers are dead; returns them."""
     removed = []
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another one is faster, or it is none of ours
+        with suppress(OSError):  # another process was faster, or it is not ours
             found = path.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and _is_left(path / _OWNER):
                 shutil.rmtree(path, ignore_errors=True)

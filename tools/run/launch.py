@@ -34,7 +34,7 @@ def count_gpus() -> int:
 def launch(module: str, argv: list[str], ranks: int) -> NoReturn:
     """Run `torchrun --standalone --nproc-per-node ranks -m module argv...` in this process; end with its exit status.
 
-    After Ctrl-C or SIGTERM the ranks get the signal and have torchrun's 30 s to end; nobody prints a traceback.
+    After Ctrl-C or SIGTERM the ranks get the signal and have torchrun's 30 s to end; no traceback is printed.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException

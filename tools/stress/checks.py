@@ -17,7 +17,7 @@ from evenroute.tools.stress.measure import Segment
 
 @dataclass(frozen=True)
 class Finding:
-    """Outcome of one invariant: its name, whether it held (None: not known), and one line: what was seen."""
+    """Outcome of one invariant: its name, whether it held (None: not known), and one line of evidence."""
 
     name: str
     held: bool | None

@@ -6,9 +6,9 @@ import argparse
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from evenroute.dist.wire.address import parse_address
 from evenroute.dist.wire.keys import load_client_keys
@@ -159,18 +159,6 @@ def _shape(args: argparse.Namespace) -> ModelShape:
     return replace(base, num_shared_experts=0, **given)
 
 
-def _router(shape: ModelShape) -> RouterConfig:
-    return RouterConfig(
-        num_experts=shape.num_logical_experts,
-        top_k=shape.top_k,
-        scoring=shape.scoring,
-        num_groups=shape.num_groups,
-        topk_group=shape.topk_group,
-        renormalize=shape.renormalize,
-        routed_scaling_factor=shape.routed_scaling_factor,
-    )
-
-
 @contextmanager
 def _flags_named() -> Iterator[None]:
     """Errors of settings name their fields: here by the flags that set them."""
@@ -265,7 +253,7 @@ def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
         _within(name, value, least, most)
     with _flags_named():
         shape = _shape(args)
-        router = _router(shape)
+        router = RouterConfig.of_model(shape)
         topology = Topology(ep_size, args.num_nodes)
         Placement.initial(shape.num_layers, shape.num_logical_experts, shape.num_slots, topology)
     _check_loads(args, shape)
@@ -282,30 +270,15 @@ def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
             raise ValueError(f"--{name}: {path}: {wrong}, expected a file in an existing folder")
     if args.record_dir is not None and not args.record_dir.is_dir():
         raise ValueError(f"--record-dir: {args.record_dir}: not there, expected an existing folder")
-    return StressOptions(
-        routing=args.routing,
-        shape=shape,
-        router=router,
-        topology=topology,
-        steps=args.steps,
-        tokens=args.tokens,
-        dispatch=args.dispatch,
-        token_mode=args.token_mode,
-        seed=args.seed,
-        exponent=args.zipf_exponent,
-        loads=args.loads,
-        reshuffle=args.reshuffle and args.routing == "zipf",
-        rebalancer=args.rebalancer,
-        keys=args.keys,
-        interval_steps=args.interval_steps,
-        agree_every=args.agree_every,
-        policy=_policy(args),
-        init_placement=args.init_placement,
-        report=args.report,
-        step_delay=args.step_delay,
-        check=args.check,
-        moe=args.moe,
-        store=args.store,
-        backend=args.backend,
-        record_dir=args.record_dir,
-    )
+    made: dict[str, Any] = {
+        "shape": shape,
+        "router": router,
+        "topology": topology,
+        "exponent": args.zipf_exponent,
+        "reshuffle": args.reshuffle and args.routing == "zipf",
+        "policy": _policy(args),
+    }
+    flags = {
+        field.name: getattr(args, field.name) for field in fields(StressOptions) if field.name not in made
+    }
+    return StressOptions(**flags, **made)

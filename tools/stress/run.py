@@ -131,7 +131,7 @@ class StressRank:
         self.seconds = 0.0
         self.steps_done = 0
         self.interrupted = False  # set by a signal: all ranks end together, before their next step
-        # Of its own, so that nobody waits for long in `_meet` for a rank that is gone.
+        # A group of its own, so that `_meet` does not wait long for a rank that is gone.
         self._meeting = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=MEET_LIMIT_S))
 
     def start_agent(self, address: str) -> None:

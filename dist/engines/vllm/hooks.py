@@ -77,8 +77,11 @@ class Hooks:
                 ENGINE, "a draft model with experts of its own is not supported: use one without, or no draft"
             )
         original(state, model, model_config, *args, **kwargs)
-        with refusing(ENGINE):
-            state._evenroute_job = VllmJob(self.settings, self.config, state, model, model_config)
+        try:
+            with refusing(ENGINE):
+                state._evenroute_job = VllmJob(self.settings, self.config, state, model, model_config)
+        except AttributeError as error:  # of a layer or a model that is not like those of the known versions
+            refuse(ENGINE, f"{error}: this model's layers are not like those that evenroute knows")
 
     def _prepare_forward(
         self,

@@ -2,7 +2,7 @@
 
 Greedy counts make the largest load per replica as small as it can be, which says nothing about how the pieces fit on
 ranks. So experts are capped at ``ceil(load / level)`` replicas for a row of levels, from the greedy largest piece up to
-a mean rank's load; slots that nobody needs then go to the coldest experts.
+a mean rank's load; slots left over then go to the coldest experts.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"

@@ -141,7 +141,7 @@ def round_shares(loads, slots, nxt, flow, shares):
                 break
         left = 65535
         while True:
-            # An expert without load is divided evenly: a later load must not meet one replica alone.
+            # An expert without load is divided evenly: a later load must not go to one replica alone.
             exact = 65535.0 * flow[other] / total if loads[slots[slot]] > 0.0 else 65535.0 / count
             shares[other] = int(min(exact, 65535.0))
             remainder[other] = exact - shares[other]

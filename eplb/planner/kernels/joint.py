@@ -11,7 +11,7 @@ from evenroute.eplb.planner.kernels.moves import SWAP, fill_holds, operation_cos
 from evenroute.eplb.planner.kernels.spread import carry, even_parts, expected, scale_windows, spread
 
 ANCHORS = 16  # hottest ranks tried before a search gives up
-LEAST = 1e-6  # of the objective: smaller gains are none
+LEAST = 1e-6  # of the objective: smaller gains do not count
 
 
 @kernel

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from evenroute.dist.engines.ep_layer import EpMoeLayer, moe_reference
+from evenroute.dist.engines.ep_layer import EpMoeLayer
 from evenroute.dist.engines.experts import ROW_BLOCK, SwiGluExperts, loop_over_slots
 from support.rank_pool import Ranks, rank_pool
+from support.reference_experts import moe_reference
 
 HIDDEN, WIDE = 24, 16
 

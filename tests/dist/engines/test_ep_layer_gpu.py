@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-from evenroute.dist.engines.ep_layer import EpMoeLayer, moe_reference
+from evenroute.dist.engines.ep_layer import EpMoeLayer
 from evenroute.dist.engines.experts import SwiGluExperts, loop_over_slots
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.router import Router
 from evenroute.routing.settings.config import RouterConfig
 from evenroute.routing.tables.tables import DispatchTables
+from support.reference_experts import moe_reference
 
 pytestmark = pytest.mark.gpu
 

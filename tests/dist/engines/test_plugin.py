@@ -78,7 +78,11 @@ def test_a_name_of_the_model_that_was_given_stays() -> None:
         ({"rebalancer": ADDRESS, 3: 3}, {}, "unknown name 3"),
         ({"rebalancer": ADDRESS, "mode": "off"}, {}, "agent.mode: 'off' found, expected balance | shadow"),
         ({"rebalancer": ADDRESS, "verify": 1}, {}, "settings.verify: 1 found, expected bool"),
-        ({"rebalancer": ADDRESS, "staging_bytes": 0}, {}, "staging_bytes=0: must be at least 1"),
+        (
+            {"rebalancer": ADDRESS, "staging_bytes": 0},
+            {},
+            "staging_bytes must be in [1, 4611686018427387904], found 0",
+        ),
         ({"rebalancer": ADDRESS, "num_nodes": "2"}, {}, "settings.num_nodes: '2' found"),
         ({"rebalancer": "nowhere"}, {}, "agent.rebalancer: 'nowhere'"),
         ([1], {}, "a list found, expected a table"),

@@ -1,34 +1,28 @@
-"""The rebalancer's life: start, runs, first placement, publication, counts."""
+"""The rebalancer's life: start, runs, publication."""
 
 import pytest
 
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.types import Outgoing, Phase
 from evenroute.dist.wire.messages import (
-    NO_KEY,
-    Ack,
     Down,
     PlacementMessage,
     Refusal,
     RowsRequest,
-    Snapshot,
     SnapshotRequest,
     Token,
 )
-from evenroute.dist.wire.placement import unpack_placement
 from support.memory_store import MemoryStore
 from support.protocol_helpers import (
     JOB,
     RUN,
-    placement_message,
     placement_of,
     rank_core,
     replace,
     status_of,
-    version_of,
     window_of,
 )
-from support.protocol_loop import CONFIG, INFO, Loop, rebalancer, running
+from support.protocol_loop import CONFIG, INFO, rebalancer, running
 
 
 def messages(outgoing: list[Outgoing]) -> list[Down]:
@@ -153,112 +147,6 @@ def test_a_job_that_is_not_accepted_is_neither_started_nor_followed() -> None:
     assert (core.phase, core.view, core.counters.messages_rejected) == (Phase.WAITING, None, 2)
 
 
-# -------------------------------------------------------------------------------- first placements
-
-
-def test_a_job_found_running_is_asked_for_its_rows_and_gets_them_under_a_new_key() -> None:
-    loop = running()
-    assert loop.core.newest is not None
-    assert loop.core.newest.key == (loop.core.epoch, 1)
-    assert loop.core.newest.digest == placement_of().digest()
-    assert [rank.state.live_keys for rank in loop.ranks] == [[(loop.core.epoch, 1)] * 3] * 2
-
-
-def test_a_restart_on_its_store_publishes_the_newest_version_of_the_store_under_a_new_key() -> None:
-    loop = running()
-    loop.publish(placement_of(seed=3))
-    again = running(loop.store, ranks=loop.ranks)
-    assert again.core.epoch > loop.core.epoch
-    assert again.core.newest is not None
-    assert again.core.newest.key == (again.core.epoch, 1)
-    assert again.core.newest.digest == placement_of(seed=3).digest()
-    assert set(again.ranks[0].state.live_keys) == {(again.core.epoch, 1)}
-
-
-def test_a_lost_store_heals_from_the_rows_in_use_even_of_different_versions() -> None:
-    loop = running()
-    loop.publish(placement_of(seed=3))
-    loop.vote(2)
-    live = loop.ranks[0].live_placement()
-    assert len(set(loop.ranks[0].state.live_keys)) == 2
-    again = running(MemoryStore(), ranks=loop.ranks)
-    assert again.core.newest is not None
-    assert again.core.newest.digest == live.digest()
-
-
-def test_rows_are_asked_for_again_until_they_come() -> None:
-    loop = Loop()
-    loop.now = 1.0
-    for _ in range(2):
-        for peer, rank in enumerate(loop.ranks):
-            for item in loop.core.receive(peer, rank.status(), loop.now):
-                if isinstance(item.message, Token):
-                    rank.receive(item.message, loop.now)
-    assert not loop.core.has_view()
-    assert loop.core.tick(loop.now + 0.5) == []
-    (item,) = loop.core.tick(loop.now + 1.0)
-    assert isinstance(item.message, RowsRequest)
-    loop.send([item])
-    assert loop.core.has_view()
-
-
-def test_rows_that_are_not_the_missing_ones_or_no_placement_change_nothing() -> None:
-    loop = Loop()
-    other = rank_core(0)
-    loop.core.receive("a", SnapshotRequest(run=0, nonce=1, job=JOB), 0.0)
-    for _ in range(2):
-        for item in loop.core.receive(0, other.status(), 0.0):
-            if isinstance(item.message, Token):
-                other.receive(item.message, 0.0)
-    rows = other.rows()
-    bad = replace(rows, placement=replace(rows.placement, physical_to_logical=b"\0" * 72))
-    foreign = replace(rows, placement=placement_message(version_of((1, 1), seed=2)).placement)
-    for message in (bad, foreign, replace(rows, run=RUN + 1)):
-        loop.core.receive(0, message, 0.0)
-        assert not loop.core.has_view()
-    loop.core.receive(0, rows, 0.0)
-    assert loop.core.has_view()
-
-
-def test_a_snapshot_of_an_empty_store_says_start_with_your_own() -> None:
-    core = rebalancer()
-    (item,) = core.receive("a", SnapshotRequest(run=0, nonce=8, job=JOB), 0.0)
-    assert item == Outgoing("a", Snapshot(0, core.epoch, 8, NO_KEY, 0, None))
-
-
-def test_a_snapshot_gives_the_stores_newest_under_its_own_key_if_it_fits_the_job() -> None:
-    loop = running()
-    loop.publish(placement_of(seed=3))
-    core = rebalancer(loop.store)
-    (item,) = core.receive("a", SnapshotRequest(run=0, nonce=8, job=JOB), 0.0)
-    snapshot = item.message
-    assert isinstance(snapshot, Snapshot)
-    assert snapshot.placement is not None
-    assert (snapshot.key, snapshot.epoch) == ((loop.core.epoch, 2), core.epoch)
-    assert (
-        unpack_placement(snapshot.placement, JOB).digest() == snapshot.digest == placement_of(seed=3).digest()
-    )
-    other = replace(JOB, num_layers=2)
-    (item,) = core.receive("b", SnapshotRequest(run=0, nonce=9, job=other), 0.0)
-    assert isinstance(item.message, Snapshot)
-    assert item.message.placement is None
-
-
-def test_live_keys_above_the_newest_version_are_taken_up_at_once() -> None:
-    core = rebalancer()
-    core.receive("a", SnapshotRequest(run=0, nonce=8, job=JOB), 0.0)
-    ranks = [rank_core(0), rank_core(1)]
-    for rank in ranks:
-        rank.receive(placement_message(version_of((3, 1), seed=3)), 0.0)
-    loop = Loop(ranks=ranks)
-    loop.core = core
-    loop.tick()
-    loop.tick()
-    assert core.newest is not None
-    assert core.newest.key == (core.epoch, 1)
-    assert core.newest.digest == placement_of().digest()
-
-
 # ------------------------------------------------------------------------------------- publication
 
 
@@ -360,100 +248,3 @@ def test_a_rank_with_another_job_shape_is_rejected_and_named() -> None:
     assert "job shape" in item.message.reason
     assert loop.core.counters.messages_rejected == 1
     assert "rank 1" in loop.core.notices[-1].text
-
-
-# ------------------------------------------------------------------------------------------ counts
-
-
-def test_a_window_is_stored_once_and_acknowledged_each_time() -> None:
-    loop = running()
-    for _ in range(3):
-        (item,) = loop.core.receive(0, window_of(1), loop.now)
-        assert item == Outgoing(0, Ack(RUN, loop.core.epoch, 1))
-    assert [window.seq for window in loop.store.windows] == [1]
-    assert (loop.core.counters.windows_stored, loop.core.counters.windows_duplicate) == (1, 2)
-
-
-def test_sequence_numbers_are_read_from_the_store_not_from_this_life() -> None:
-    loop = running()
-    loop.core.receive(0, window_of(1), loop.now)
-    again = running(loop.store, ranks=loop.ranks)
-    (item,) = again.core.receive(0, window_of(1), again.now)
-    assert isinstance(item.message, Ack)
-    assert len(loop.store.windows) == 1
-
-
-def test_windows_of_a_batch_are_stored_together_and_each_is_answered_to_its_sender() -> None:
-    loop = running()
-    out = loop.core.receive_windows([(0, window_of(1)), (1, window_of(1, rank=1)), (0, window_of(1))])
-    assert [item.peer for item in out] == [0, 1, 0]
-    assert len(loop.store.windows) == 2
-
-
-def test_a_window_that_can_not_be_stored_is_not_acknowledged() -> None:
-    loop = running()
-    loop.store.failing = True
-    assert loop.core.receive(0, window_of(1), loop.now) == []
-    loop.store.failing = False
-    assert len(loop.core.receive(0, window_of(1), loop.now)) == 1
-    assert len(loop.store.windows) == 1
-
-
-def test_a_gap_means_a_lost_store_and_is_reported_with_its_rank() -> None:
-    loop = running()
-    loop.core.receive(1, window_of(4, rank=1), loop.now)
-    assert loop.core.counters.windows_missing == 3
-    assert "rank 1: 3 windows before number 4" in loop.core.notices[-1].text
-
-
-def test_windows_of_other_runs_and_impossible_ones_move_no_numbers() -> None:
-    loop = running()
-    assert loop.core.receive(0, window_of(1, run=RUN + 1), loop.now) == []
-    for window in (replace(window_of(2), last_step=0), replace(window_of(1), counts=b"\0" * 8)):
-        (item,) = loop.core.receive(0, window, loop.now)
-        assert isinstance(item.message, Refusal)
-        assert (item.message.what, item.message.number) == ("window", window.seq)
-    assert loop.store.windows == []
-    assert (loop.core.counters.windows_ignored, loop.core.counters.windows_rejected) == (1, 2)
-
-
-def test_loads_say_per_rank_from_when_and_how_completely() -> None:
-    loop = running()
-    loop.core.receive(0, window_of(1, first=0, last=9), loop.now)
-    loads = loop.core.loads()
-    assert loads is not None
-    assert (loads.complete, loads.coverage, loads.missing_ranks) == (False, 0.0, (1,))
-    loop.core.receive(1, window_of(1, rank=1, first=2, last=9), loop.now)
-    loads = loop.core.loads()
-    assert loads is not None
-    assert (loads.complete, loads.coverage, loads.tokens) == (True, 0.8, 16)
-    assert loads.counts[:, 0].tolist() == [32, 32, 32]
-    assert [(rank.rank, rank.first_step, rank.last_step) for rank in loads.ranks] == [(0, 0, 9), (1, 2, 9)]
-
-
-def test_a_hole_makes_the_loads_incomplete_until_a_new_interval_begins() -> None:
-    loop = running()
-    for rank in (0, 1):
-        loop.core.receive(rank, window_of(1, rank=rank, first=0, last=9), loop.now)
-    loop.core.receive(1, window_of(3, rank=1, first=20, last=29), loop.now)
-    loads = loop.core.loads()
-    assert loads is not None
-    assert (loads.complete, loads.ranks[1].num_missing) == (False, 1)
-    loop.core.clear_loads()
-    for rank, seq in ((0, 2), (1, 4)):
-        loop.core.receive(rank, window_of(seq, rank=rank, first=30, last=39), loop.now)
-    loads = loop.core.loads()
-    assert loads is not None
-    assert loads.complete
-    assert loads.tokens == 16
-
-
-def test_only_rank_0_is_expected_where_all_ranks_see_the_same_tokens() -> None:
-    job = replace(JOB, shared_counts=True)
-    loop = running(ranks=[rank_core(0, job), rank_core(1, job)])
-    loop.core.receive(0, window_of(1), loop.now)
-    (item,) = loop.core.receive(1, window_of(1, rank=1), loop.now)
-    assert isinstance(item.message, Refusal)
-    loads = loop.core.loads()
-    assert loads is not None
-    assert loads.complete

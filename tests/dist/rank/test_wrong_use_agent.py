@@ -107,7 +107,7 @@ TABLES = DispatchTables(placement(L, E, E), ep_rank=0, device="cpu")
         ),
         ({"counters": ExpertCounters}, "counters must be a ExpertCounters, found the class ExpertCounters"),
         ({"mover": Lacking(without="in_flight")}, "mover must be a LayerMover | without in_flight"),
-        ({"mover": Lacking(num_buffers=0)}, "mover.num_buffers=0: must be at least 1"),
+        ({"mover": Lacking(num_buffers=0)}, "mover.num_buffers must be in [1, | found 0"),
         ({"mover": Lacking(num_buffers="2")}, "mover.num_buffers must be an integer, found '2'"),
         ({"config": AgentConfig(top_k=1, record_dir="/no/where")}, "agent.record_dir: /no/where is no folder"),
         ({"config": AgentConfig()}, "agent.top_k: 0 found and no Router counts into these counters yet"),

@@ -1,4 +1,4 @@
-"""The process from outside: start-up errors, one master, status and its exit codes, recording, metrics, clean ends."""
+"""The process from outside: start-up errors, one master, status and its exit codes, recording, metrics."""
 
 import json
 import re
@@ -9,89 +9,23 @@ import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from evenroute.dist.client import query_status
 from evenroute.dist.web.metrics import metric_names
-from evenroute.dist.wire.messages import JobShape
 from evenroute.eplb.dump.reader import DumpReader
-from evenroute.eplb.store.writer import StoreReader
 from evenroute.tools.run.simulated_job import SimulatedJob
 from support.control_plane import (
-    LEAST_WAIT_S,
     RebalancerProcess,
     child_environment,
     command_start_s,
-    is_gone,
     patience,
     wait_for,
 )
+from support.outside import FLAGS, JOB, refused, run, stored, turn_until
 from support.ports import free_port
-
-JOB = JobShape(3, 8, 12, 4, 1, 2, False, "outside")
-FLAGS = ["--interval", "3600", "--planner", "support.stub_planner:plan"]
-
-
-def run(*words, limit_s=120, **options):
-    """`evenroute ...` to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "evenroute.tools.cli", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        env=child_environment(),
-        **options,
-    )
-
-
-def refused(found, *texts):
-    assert found.returncode == 2, found
-    assert found.stderr.count("\n") == 1, found.stderr
-    assert "Traceback" not in found.stderr
-    for text in texts:
-        assert text in found.stderr, found.stderr
-
-
-@pytest.fixture
-def rebalancer(tmp_path):
-    flags = [*FLAGS, "--http-bind", "127.0.0.1:0"]
-    # The simulated ranks are silent while a test runs a command.
-    with RebalancerProcess(
-        tmp_path, flags=flags, toml="[rebalancer]\nmax_rank_silence_s = 60.0\n"
-    ) as process:
-        yield process
-
-
-@pytest.fixture
-def job(rebalancer):
-    simulated = SimulatedJob(rebalancer.address, JOB, period_s=0.05)
-    try:
-        simulated.start(60)
-
-        def all_heard():
-            simulated.turn(0.02, windows=False)
-            status = rebalancer.status()
-            return status.run == simulated.run and all(rank.heard_s_ago is not None for rank in status.ranks)
-
-        wait_for(all_heard, 60, "all ranks heard")
-        yield simulated
-    finally:
-        simulated.close()
-
-
-def turn_until(job, condition, what):
-    deadline = time.monotonic() + LEAST_WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {LEAST_WAIT_S} s"
-        job.turn(0.01)
-
-
-def stored(job):
-    return sum(rank.stored for rank in job.ranks)
-
 
 # ----------------------------------------------------------------------------------------- start (B34)
 
@@ -294,65 +228,6 @@ def test_every_metric_name_is_in_a_fresh_scrape(rebalancer, job):
         assert f"# TYPE {name.removesuffix('_total')}" in text or f"# TYPE {name}" in text, name
     assert 'evenroute_ranks{state="heard"} 4.0' in text
     assert 'evenroute_rank_version{rank="3"} 0.0' in text
-
-
-# ----------------------------------------------------------------------------------------- ends (B36)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_in_time_with_a_summary_and_no_socket_left(rebalancer, job, number):
-    turn_until(job, lambda: stored(job) >= 8, "windows stored")
-    began = time.monotonic()
-    rebalancer.signal(number)
-    assert rebalancer.process.wait(timeout=60) == 0
-    assert time.monotonic() - began < 5 * patience()
-    assert not Path(rebalancer.bind.removeprefix("ipc://")).exists()
-    assert not rebalancer.ready.exists()
-    assert "stored " in rebalancer.log()
-    assert "dropped " in rebalancer.log()
-    with StoreReader(rebalancer.store) as reader:
-        assert sum(state.num_windows for state in reader.rank_states()) >= 8
-
-
-def test_it_ends_in_time_with_frames_queued_to_a_peer_that_does_not_read(rebalancer, job):
-    """B36 (a): 300 MB to a stopped reader would hang for ever with the default linger."""
-    stopped = subprocess.Popen(
-        [sys.executable, "-c", STOPPED_PEER, rebalancer.address],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=child_environment(),
-    )
-    try:
-        assert stopped.stdout.readline() == "asked\n"
-        began = time.monotonic()
-        assert rebalancer.stop() == 0
-        assert time.monotonic() - began < 5 * patience()
-    finally:
-        stopped.kill()
-        stopped.wait(timeout=60)
-        stopped.stdout.close()
-
-
-STOPPED_PEER = """
-import sys, time, zmq
-from evenroute.dist.wire.control import StatusRequest, encode_control
-socket = zmq.Context().socket(zmq.DEALER)
-socket.setsockopt(zmq.RCVHWM, 1)
-socket.connect(sys.argv[1])
-for _ in range(20000):
-    socket.send_multipart([b"control", encode_control(StatusRequest())])
-print("asked", flush=True)
-time.sleep(60)
-"""
-
-
-def test_no_process_is_left_of_it_after_kill_9(rebalancer, job):
-    children = (
-        Path(f"/proc/{rebalancer.process.pid}/task/{rebalancer.process.pid}/children").read_text().split()
-    )
-    assert children, "the planner's process"
-    rebalancer.kill()
-    wait_for(lambda: all(map(is_gone, children)), 60, "the planner ends with it")
 
 
 # -------------------------------------------------------------------------------------------- no torch

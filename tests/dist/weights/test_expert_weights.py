@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenroute.dist.engines.experts import BlockScaledExperts, expert_mlp
+from evenroute.dist.engines.experts import expert_mlp
 from evenroute.dist.weights.exchange import MigrationError
 from evenroute.dist.weights.expert_weights import ExpertWeights, row_bytes
 from evenroute.dist.weights.staging import StagingBuffers
@@ -24,6 +24,7 @@ from evenroute.tools.run.driver import MoeDriver
 from support.moe_world import Case, build_world, check_weights
 from support.placements import random_placement
 from support.rank_pool import Ranks, rank_pool
+from support.reference_experts import BlockScaledExperts
 
 ANY_DTYPES = [
     torch.float64,

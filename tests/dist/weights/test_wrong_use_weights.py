@@ -133,11 +133,11 @@ def test_what_a_loader_gives(found: Any, words: str) -> None:
             for bad in NOT_WHOLE
         ),
         *(
-            (name, -1, f"{name}=-1: must be at least")
+            (name, -1, f"{name} must be in | found -1")
             for name in ("staging_bytes", "chunk_bytes", "max_peers")
         ),
         *(
-            (name, 1 << 200, f"{name}=an int of 201 bits: must be at most")
+            (name, 1 << 200, f"{name} must be in | found an int of 201 bits")
             for name in ("staging_bytes", "chunk_bytes", "max_peers")
         ),
         *(

@@ -94,6 +94,20 @@ def test_shares_sum_to_65535_and_even_ones_vanish() -> None:
         Placement(slots[None], 3, topology, uneven[None])
 
 
+def test_a_changed_row_gives_what_the_rows_give() -> None:
+    """`with_row` takes shares of both kinds of row, into placements of both kinds."""
+    start = Placement.initial(2, 8, 12, Topology(4))
+    plain = start.row(0)
+    twice = next(e for e in range(8) if (plain.slots == e).sum() == 2)
+    shares = even_shares(plain.slots)
+    shares[plain.slots == twice] = (60000, 5535)
+    uneven = PlacementRow(plain.slots, shares)
+    for before in (start, start.with_row(0, uneven)):
+        for row in (plain, uneven):
+            rows = [before.row(0), row]
+            assert before.with_row(1, row).digest() == Placement.from_rows(rows, 8, Topology(4)).digest()
+
+
 def test_digests_follow_the_design() -> None:
     slots = np.array([0, 1, 2, 0], dtype=np.int32)
 

@@ -14,6 +14,7 @@ from evenroute.routing.counters import TICKET_PERIOD, ExpertCounters
 from evenroute.routing.dispatch import pick_by_ticket
 from evenroute.routing.router import Router
 from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.settings.modes import find_mode
 from evenroute.routing.tables.tables import DispatchTables
 from evenroute.routing.tables.tickets import packed_order, sequence_capacity
 from support.interpreted import BACKEND, DEVICE
@@ -39,7 +40,9 @@ def tables_of(units: list[int], device: str = "cpu") -> DispatchTables:
 
 
 def dealt(tables: DispatchTables, tickets: torch.Tensor) -> torch.Tensor:
-    return pick_by_ticket(tables, 0, torch.zeros_like(tickets), tickets, True)
+    return pick_by_ticket(
+        tables, 0, torch.zeros_like(tickets), tickets, find_mode("weighted", "exact", "own")
+    )
 
 
 def errors(picks: torch.Tensor, units: list[int]) -> torch.Tensor:

@@ -149,7 +149,7 @@ class EpCell:
         group, sizes = self.model.vote_group, self.model.sizes
         slots, experts, wrong_ids = self.routed.take()
         times, labels = self.clock.milliseconds(), np.array(self.labels)
-        labels[: min(WARM_UP, len(labels))] = -1  # the first steps meet everything for the first time
+        labels[: min(WARM_UP, len(labels))] = -1  # the first steps pay for one-time setup
         settled = self.settled or live
         cell: dict[str, Any] = {
             "source": self.case.source,

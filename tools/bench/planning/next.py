@@ -42,7 +42,7 @@ TRACES: dict[str, tuple[float | None, float | None]] = {
 
 
 def synthetic_loads(count: int = 12, layers: int = 48, experts: int = 256) -> list[Loads]:
-    """Loads of our own making: half of them share one skew, half another, each with a part of its own."""
+    """Synthetic loads: half of them share one skew, half another, each with a part of its own."""
     random = np.random.default_rng(1)
     skews = random.normal(0, 0.9, (2, layers, experts))
     return [np.exp(skews[k % 2] + random.normal(0, 0.35, (layers, experts))) * 1e4 for k in range(count)]

@@ -20,7 +20,7 @@ class Row:
 
 
 def at_least(name: str, value: float, least: float | None) -> Row:
-    """A promised lower bound; nothing is promised with None."""
+    """A promised lower bound; None: nothing is promised."""
     return note(name, value) if least is None else Row(name, value, f">= {least}", value >= least)
 
 

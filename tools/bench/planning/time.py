@@ -51,7 +51,7 @@ def chains(
 
 
 def drifting_loads(windows: int, layers: int, experts: int, memory: float, seed: int) -> Iterator[Loads]:
-    """Frequencies ``[L, E]``: log-loads that forget by ``memory`` a window (first-order autoregression)."""
+    """Frequencies ``[L, E]``: log-loads of a first-order autoregression with ``memory`` a window."""
     random = np.random.default_rng(seed)
     logs = random.normal(0, 1, (layers, experts))
     for _ in range(windows):

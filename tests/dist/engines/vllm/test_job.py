@@ -48,7 +48,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         return runner.eplb_state._evenroute_job
 
     yield load
-    for runner in made:
+    for runner in made:  # all that started
         runner.eplb_state._evenroute_job.agent.close()
     _models.clear()
     vllm.uninstall()
@@ -170,3 +170,11 @@ def test_a_draft_with_experts_ends_the_process(start: Any, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         runner.eplb_state.add_model(runner.model, runner.model_config)
     assert "a draft model with experts of its own" in capsys.readouterr().err
+
+
+def test_a_model_of_another_make_ends_the_process(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    runner = vllm.FirstRunner()
+    del runner.model.moe_layers[1].moe_config
+    with pytest.raises(SystemExit):
+        start(runner)
+    assert "'moe_config': this model's layers are not like those" in capsys.readouterr().err

@@ -7,6 +7,7 @@ say is looked at inside the workers (`support.vllm_engine.checks`).
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -96,9 +97,13 @@ class Engine:
         count = len(self.rounds()) + more
         self.wait("rounds", count, self.rounds)
 
+    def switched(self) -> list[int]:
+        return [layer for event in self.switches() for layer in event["layers"]]
+
     def wait_switches(self, more: int) -> None:
-        count = len(self.switches()) + more
-        self.wait("switches", count, self.switches)
+        """Layers that switch."""
+        count = len(self.switched()) + more
+        self.wait("switches", count, self.switched)
 
     def finish(self) -> None:
         self.order(0)
@@ -185,11 +190,11 @@ def test_tensor_parallel_before_during_and_after_switches_and_without_its_rebala
         engine.wait_rounds(2)  # no rebalancer yet: the start placement
         assert engine.switches() == []
         with rebalancer:
-            engine.wait_switches(6)
+            engine.wait_switches(12)
             rebalancer.kill()
             engine.wait_rounds(3)  # nobody notices
             with rebalancer:
-                engine.wait_switches(6)
+                engine.wait_switches(12)
                 engine.wait_rounds(2)
                 engine.finish()
                 finished(rebalancer)
@@ -204,13 +209,13 @@ def test_data_parallel_with_an_idle_rank_and_a_recording(tmp_path: Path, qwen: t
     with RebalancerProcess(tmp_path, flags=FLAGS) as rebalancer:
         extra = {"EVENROUTE_REBALANCER": rebalancer.bind, "EVENROUTE_RECORD_DIR": str(dumps)}
         with running(tmp_path / "engine", model, DP2, **extra) as engine:
-            engine.wait_switches(6)
+            engine.wait_switches(12)
             record(rebalancer, "start", "--mode", "per_token", "--name", "x")
             engine.wait_rounds(2)
             engine.order(1000, one_by_one=True)  # one rank runs dummy passes meanwhile
             engine.wait_rounds(2)
             record(rebalancer, "stop")
-            engine.wait_switches(2)
+            engine.wait_switches(8)
             engine.finish()
             finished(rebalancer)
     check(engine, rebalancer.store, wanted, shared=False, least=20)
@@ -242,7 +247,7 @@ def test_compiled(tmp_path: Path, qwen: tuple[Path, Any], choice: str) -> None:
     with RebalancerProcess(tmp_path, flags=FLAGS) as rebalancer:
         extra = {"EVENROUTE_REBALANCER": rebalancer.bind, "EVENROUTE_CHOICE": choice, "VLLM_CPU_CI_ENV": "1"}
         with running(tmp_path / "engine", model, arguments, **extra) as engine:
-            engine.wait_switches(6)
+            engine.wait_switches(22)
             engine.finish()
             finished(rebalancer)
     check(engine, rebalancer.store, wanted, shared=True, least=20)
@@ -255,7 +260,7 @@ def test_sigmoid_bias_groups_and_a_shared_expert(tmp_path: Path) -> None:
         RebalancerProcess(tmp_path, flags=FLAGS) as rebalancer,
         running(tmp_path / "engine", model, TP2, EVENROUTE_REBALANCER=rebalancer.bind) as engine,
     ):
-        engine.wait_switches(7)
+        engine.wait_switches(22)
         engine.finish()
         finished(rebalancer)
     check(engine, rebalancer.store, wanted, shared=True, least=20)
@@ -277,15 +282,12 @@ def test_any_edit_of_a_seam_ends_the_start_with_its_name(tmp_path: Path, qwen: t
     from evenroute.dist.engines.vllm.seams import DOORS, SEAMS, installed_source
 
     for seam in SEAMS + DOORS:
-        name = seam.name.rpartition(".")[2]
         source = installed_source(seam.file)
         assert source is not None
-        kind = "class" if name[0].isupper() else "def"
-        for old, new in edits(kind, name, bool(seam.texts)):
-            edited = source.replace(old, new) if kind == "class" else replaced_in(source, seam.name, old, new)
-            assert edited != source, (seam, old)
+        for edited in edits(source, seam.name, replaced=bool(seam.texts)):
+            assert edited != source
             found = find_seams((seam,), lambda file, text=edited: text)[seam]  # type: ignore[misc]
-            assert str(seam) in seam_problem(seam, found), (seam, new)
+            assert str(seam) in seam_problem(seam, found)
     package = Path(importlib.util.find_spec("vllm").origin).parent  # type: ignore[union-attr, arg-type]
     copy = edited_package(
         tmp_path, package, "distributed/eplb/eplb_state.py", "def prepare_forward(", "def prepare_pass("
@@ -307,21 +309,20 @@ def test_any_edit_of_a_seam_ends_the_start_with_its_name(tmp_path: Path, qwen: t
     )
 
 
-def edits(kind: str, name: str, replaced: bool) -> list[tuple[str, str]]:
-    """A new name for each seam; another first line for those whose duties are evenroute's."""
-    found = [(f"{kind} {name}", f"{kind} {name}_")]
+def edits(source: str, name: str, *, replaced: bool) -> list[str]:
+    """A new name for a seam; of those whose duties are evenroute's also another parameter, and one more line."""
+    body: list[ast.stmt] = ast.parse(source).body
+    for part in name.split("."):
+        node: Any = next(item for item in body if getattr(item, "name", "") == part)
+        body = node.body
+    text = ast.get_source_segment(source, node)
+    assert text is not None
+    word = "class" if isinstance(node, ast.ClassDef) else "def"
+    changed = [text.replace(f"{word} {node.name}", f"{word} {node.name}_", 1)]
     if replaced:
-        found.append((f"def {name}(", f"def {name}(self, more, /, "))
-    return found
-
-
-def replaced_in(source: str, name: str, old: str, new: str) -> str:
-    """``old`` in the body of the class that a method belongs to."""
-    owner, _, method = name.rpartition(".")
-    start = source.index(f"class {owner}") if owner else 0
-    place = source.index(old, start)
-    assert method in old
-    return source[:place] + new + source[place + len(old) :]
+        changed += [text.replace("self,", "self, more,", 1), f"{text}\n        self.more()"]
+    start = source.index(text)
+    return [source[:start] + one + source[start + len(text) :] for one in changed]
 
 
 def edited_package(folder: Path, package: Path, file: str, old: str, new: str) -> Path:
