@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from evenroute.dist.elastic.changing import ChangingProcess
-from evenroute.dist.elastic.config import ElasticConfig, Launched
+from evenroute.dist.elastic.config import ElasticConfig, ProcessPlace
 from evenroute.dist.elastic.groups import MemberGroups
 from evenroute.dist.elastic.meeting import Meeting, meet
 from evenroute.dist.elastic.process import Rewire
@@ -84,7 +84,7 @@ class ElasticAgent(ChangingProcess):
                 f"weights.num_local_slots: {weights.num_local_slots} found, expected at most the "
                 f"{counters.num_logical_experts} experts"
             )
-        launched = Launched.from_environment()
+        launched = ProcessPlace.from_environment()
         agent = cls(
             config,
             launched,

@@ -55,7 +55,7 @@ class ElasticConfig:
 
 
 @dataclass(frozen=True)
-class Launched:
+class ProcessPlace:
     """What the environment says: torchrun's variables, and those of `evenroute launch`."""
 
     rank: int
@@ -67,7 +67,7 @@ class Launched:
     hosts: bool  # this process hosts the store at which the first ranks meet
 
     @classmethod
-    def from_environment(cls) -> Launched:
+    def from_environment(cls) -> ProcessPlace:
         """Read it. Raises ValueError that names a variable which is missing or no number."""
         joins = os.environ.get(JOIN) == "1"
         rank = 0 if joins else _number("RANK")

@@ -10,7 +10,7 @@ import torch.distributed as torch_dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
-from evenroute.dist.elastic.config import ElasticConfig, Launched
+from evenroute.dist.elastic.config import ElasticConfig, ProcessPlace
 from evenroute.dist.groups import MissingRanksError
 from evenroute.dist.protocol.job_start import StartedJob, decode_started, encode_started
 from evenroute.dist.rank.start import ask_snapshot, connect
@@ -32,7 +32,7 @@ class Meeting:
 
 def meet(
     config: ElasticConfig,
-    launched: Launched,
+    launched: ProcessPlace,
     me: Member,
     placement: Placement | None,
     shape: tuple[int, int, int, int],
@@ -92,7 +92,7 @@ def meet(
 
 
 def _started(
-    config: ElasticConfig, launched: Launched, job: JobShape, placement: Placement, roll: PrefixStore
+    config: ElasticConfig, launched: ProcessPlace, job: JobShape, placement: Placement, roll: PrefixStore
 ) -> StartedJob:
     """Rank 0 asks the rebalancer, the others hear of it."""
     if launched.rank:

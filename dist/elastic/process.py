@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.elastic.config import ElasticConfig, Launched
+from evenroute.dist.elastic.config import ElasticConfig, ProcessPlace
 from evenroute.dist.elastic.groups import FormError, MemberGroups, host_store, is_group_failure
 from evenroute.dist.elastic.seats import SeatBuilder
 from evenroute.dist.elastic.source import ExpertSource
@@ -45,7 +45,7 @@ class MemberProcess:
     def __init__(
         self,
         config: ElasticConfig,
-        launched: Launched,
+        launched: ProcessPlace,
         *,
         weights: ExpertWeights,
         counters: ExpertCounters,
