@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from evenroute.dist.weights.expert_weights import ExpertWeights, Loader
-from evenroute.eplb._checks import describe, require_callable, require_path
+from evenroute.eplb._checks import as_path, describe, require_callable
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -53,14 +53,14 @@ class SafetensorsSource:
             raise ValueError(
                 "SafetensorsSource needs safetensors, which is not installed: pip install 'evenroute[elastic]'"
             ) from None
-        require_path("path", path)
+
         if not isinstance(names, Mapping) or not names:
             raise ValueError(
                 f"names must map registered tensors to a checkpoint's names, found {describe(names)}"
             )
         if convert is not None:
             require_callable("convert", convert, "convert(name, rows)")
-        self.path = Path(path)
+        self.path = as_path("path", path)
         self._open = safe_open
         self._first = first_layer
         self._layers = layers
