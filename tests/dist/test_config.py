@@ -67,6 +67,7 @@ WRONG: dict[tuple[str, str], dict[object, str | None]] = {
     ("rebalancer", "max_rank_silence_s"): TIMES,
     ("rebalancer", "version_limit_s"): TIMES,
     ("rebalancer", "listen_s"): TIMES,
+    ("rebalancer", "member_silence_s"): TIMES,
     ("planner", "enabled"): SWITCH,
     ("planner", "interval"): TIMES,
     ("planner", "interval_unit"): {"minutes": "seconds | windows", "": "seconds | windows", 1: "found, expected str"},

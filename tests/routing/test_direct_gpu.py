@@ -107,7 +107,7 @@ def test_on_another_stream_and_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> No
 def test_warm_up_compiles_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     router = make(deal="batch")
     bias = torch.zeros(256, device="cuda")
-    done = router.warm_up([1, 64, 300, 8192], bias=bias, dtype=torch.bfloat16)
+    done = router.warm_up([1, 256, 1000, 8192], bias=bias, dtype=torch.bfloat16)
     assert done.seconds > 0
     assert any("over 4096 rows, bfloat16, float32 bias, padding, counting" in line for line in done.compiled)
     assert int(router.counters.take().sum()) == 0

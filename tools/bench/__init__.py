@@ -8,5 +8,6 @@ planning            its parts
 transport           many simulated ranks against one rebalancer
 migration           step time while experts move
 migration_failures  a killed rank, a stalled rank, damaged weights
+elastic             ranks that come and go
 ep                  a rebalance on all GPUs of a host, cell by cell
 """
