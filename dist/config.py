@@ -108,6 +108,9 @@ class RebalancerSettings:
     max_rank_silence_s: Seconds = 10.0  # a rank not heard for so long is reported missing
     version_limit_s: Seconds = 30.0  # first time-out of a version that is not taken up; doubles
     listen_s: Seconds = 10.0  # at start: ranks of a known run are waited for so long
+    member_silence_s: Seconds = (
+        1.0  # after a rank halted: one that says nothing for so long is taken for dead
+    )
 
     def __post_init__(self) -> None:
         _check_fields("rebalancer", self)
@@ -147,9 +150,7 @@ class PlannerSettings:
     load_fraction: Annotated[float | None, Rule(lambda value: 0 < value <= 1, "a part in (0, 1]")] = None
     time_limit_s: Seconds = 60.0
     degraded_after: Annotated[int, _range(1, 10**9)] = 3  # intervals without a successful plan
-    function: Annotated[str, Rule(_is_function, "MODULE:FUNCTION")] = (
-        ""  # called as `plan_placement` is; "": the policy
-    )
+    function: Annotated[str, Rule(_is_function, "MODULE:FUNCTION")] = ""
 
     def __post_init__(self) -> None:
         _check_fields("planner", self)
@@ -331,11 +332,10 @@ def load_config(
     where = "config" if path is None else f"config {path}"
     sections: dict[str, Any] = {}
     for name in ("rebalancer", "planner", "security"):
-        build_section(SECTIONS[name], dict(tables.get(name, {})), where=f"{where}: {name}")
+        kind, table = SECTIONS[name], tables.get(name, {})
+        build_section(kind, dict(table), where=f"{where}: {name}")
         given = {key: value for key, value in (overrides or {}).get(name, {}).items() if value is not None}
-        sections[name] = build_section(
-            SECTIONS[name], {**tables.get(name, {}), **given}, where=f"{where}: {name}"
-        )
+        sections[name] = build_section(kind, {**table, **given}, where=f"{where}: {name}")
     if "agent" in tables:
         agent = build_section(AgentConfig, tables["agent"], where=f"{where}: agent")
         limit_s = sections["rebalancer"].max_rank_silence_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -25,6 +26,19 @@ def _names(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
+_stores: weakref.WeakKeyDictionary[ProcessGroup, Store] = weakref.WeakKeyDictionary()
+
+
+def adopt_group(group: ProcessGroup, store: Store) -> None:
+    """A group that torch's registry does not know (an elastic job's): `store` is what its ranks meet over."""
+    _stores[group] = store
+
+
+def is_adopted(group: ProcessGroup) -> bool:
+    """Whether the group is one that torch's registry does not know."""
+    return group in _stores
+
+
 def require_group(name: str, value: object) -> tuple[int, int]:
     """This rank and the number of ranks of a process group; ValueError unless this process is a member of it."""
     if not isinstance(value, ProcessGroup):
@@ -32,6 +46,8 @@ def require_group(name: str, value: object) -> tuple[int, int]:
             f"{value} (a rank that is no member)" if value is torch_dist.GroupMember.NON_GROUP_MEMBER else ""
         )
         raise ValueError(f"{name} must be a process group, found {number or describe(value)}")
+    if is_adopted(value):
+        return value.rank(), value.size()
     try:
         return torch_dist.get_rank(value), torch_dist.get_world_size(value)
     except (ValueError, RuntimeError, KeyError):
@@ -136,8 +152,9 @@ def compare_ranks(group: ProcessGroup, what: str, mine: Mapping[str, object], *,
     """
     name = group.group_name
     number = _compared[name] = _compared.get(name, 0) + 1
-    store = PrefixStore(f"evenroute/compare/{name}/{number}", _get_default_store())
-    rank, size = torch_dist.get_rank(group), torch_dist.get_world_size(group)
+    base = _stores[group] if is_adopted(group) else _get_default_store()
+    store = PrefixStore(f"evenroute/compare/{name}/{number}", base)
+    rank, size = group.rank(), group.size()
     text = json.dumps({field: str(value) for field, value in mine.items()})
     store.set(str(rank), zlib.compress(text.encode()))  # type: ignore[arg-type] # torch takes bytes
     limit = timedelta(seconds=limit_s)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from evenroute.dist.client import ControlClient as ControlClient
     from evenroute.dist.config import AgentConfig as AgentConfig
     from evenroute.dist.config import RebalancerConfig as RebalancerConfig
+    from evenroute.dist.elastic.agent import ElasticAgent as ElasticAgent
+    from evenroute.dist.elastic.config import ElasticConfig as ElasticConfig
+    from evenroute.dist.elastic.source import SafetensorsSource as SafetensorsSource
     from evenroute.dist.engines.ep_layer import EpMoeLayer as EpMoeLayer
     from evenroute.dist.engines.torch import adapt as adapt
     from evenroute.dist.rank.agent import RankAgent as RankAgent
@@ -81,6 +84,9 @@ _HOMES = {
     "ExpertWeights": "dist.weights.expert_weights",
     "TablesOnly": "dist.weights.mover",
     "EpMoeLayer": "dist.engines.ep_layer",
+    "ElasticAgent": "dist.elastic.agent",
+    "ElasticConfig": "dist.elastic.config",
+    "SafetensorsSource": "dist.elastic.source",
     "adapt": "dist.engines.torch",
 }
 __all__ = [*_HOMES, "__version__"]

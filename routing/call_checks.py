@@ -1,4 +1,4 @@
-"""The inputs of one routing call against the router's plan: quick where all is well, and exact words where not.
+"""What a router and its calls are handed, against the plan: quick where all is well, and exact words where not.
 
 A call's checks are part of the launch's host time: each argument that is there costs one pass over its attributes.
 """
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenroute.eplb._checks import describe, require_bool, require_int
-from evenroute.routing.output import RouteCall, RouterPlan, RoutingOutput
+from evenroute.eplb._checks import describe, require_bool, require_choice, require_int
+from evenroute.routing.output import OUTPUT_NAMES, RouteCall, RouterPlan, RoutingOutput
 from evenroute.routing.settings.checks import (
     BIAS_DTYPES,
     ID_DTYPES,
@@ -21,12 +21,40 @@ from evenroute.routing.settings.checks import (
     require_output,
     require_tensor,
 )
+from evenroute.routing.settings.config import RouterConfig
 
 LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TARGET_DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)
 MAX_ROW_OFFSET = 1 << 62
 
 _INT32 = (torch.int32,)
+
+
+def checked_emit(emit: Any, config: RouterConfig) -> tuple[str, ...]:
+    """A router's `emit` in the order of `OUTPUT_NAMES`; ValueError where it names what there is not."""
+    if not isinstance(emit, tuple | list):
+        raise ValueError(f"emit must be a tuple of names ({', '.join(OUTPUT_NAMES)}), found {describe(emit)}")
+    for name in emit:
+        require_choice("emit", name, OUTPUT_NAMES)
+    rewrites = config.shared_mode == "waterfill" and config.num_shared_experts > 0
+    if rewrites and (not {"weights", "physical_ids"} <= set(emit) or "packed_ids" in emit):
+        raise ValueError(
+            f"emit={tuple(emit)}: shared_mode='waterfill' rewrites weights and physical_ids: emit both, and no "
+            "packed_ids"
+        )
+    return tuple(name for name in OUTPUT_NAMES if name in emit)
+
+
+def require_interpreter(device: torch.device) -> None:
+    """ValueError unless the kernels can run under Triton's interpreter on this device."""
+    import triton
+
+    if device.type != "cpu":
+        raise ValueError(f"backend='interpret' needs CPU tensors, the tables lie on {device}")
+    if not triton.knobs.runtime.interpret:
+        raise ValueError(
+            "backend='interpret' needs TRITON_INTERPRET=1 in the environment before triton's import"
+        )
 
 
 def require_layer(layer: Any, num_layers: int) -> None:

@@ -60,6 +60,7 @@ def _with_counters(router: Router, counts: Tensor, tickets: Tensor | None) -> Ro
     other = copy.copy(router)
     other.counters = counters
     other.plan = replace(router.plan, counters=counters)
+    other.direct = None  # that one counts into the router's own
     return other
 
 

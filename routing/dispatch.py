@@ -3,7 +3,8 @@
 `static`          one slot per (rank, expert)
 `dynamic`         exact: ticket + start, modulo the replicas; hash: of (row, expert, rank, seed)
 `rank_invariant`  hash of (global row, expert)
-`weighted`        the same three forms, replicas in planned shares (exact: within 1 of share x n after any n tickets)
+`weighted`        the same three forms, replicas in planned shares (exact: within 1 of share x n after any n tickets);
+                  batch: in shares corrected for the batch, see `batch.solve`
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ def hash_salt(mode: Mode, ep_rank: int, seed: int = 0) -> int:
     if not mode.by_rank:
         return INVARIANT_SALT
     return ((ep_rank + 1) * RANK_MULTIPLIER + seed * SEED_MULTIPLIER) & _MASK32
+
+
+def as_signed32(value: int) -> int:
+    """A 32-bit number as kernels take it."""
+    return value - (1 << 32) if value >= 1 << 31 else value
 
 
 def hash_rows(rows: Tensor, experts: Tensor, salt: int) -> Tensor:

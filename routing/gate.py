@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from evenroute.eplb._checks import require_bool, require_choice, require_instance, require_int
-from evenroute.routing.call_checks import check_call
+from evenroute.routing.call_checks import check_call, require_interpreter
 from evenroute.routing.gradient import wants_gradient
 from evenroute.routing.kernels.plan import supports_groups
 from evenroute.routing.output import RouteCall, RoutingOutput, allocate_output
-from evenroute.routing.router import BACKENDS, Router, launch, require_interpreter
+from evenroute.routing.router import BACKENDS, Router, launch
 from evenroute.routing.settings.checks import fits, require_tensor
 from evenroute.routing.waterfill import waterfill_columns
 
@@ -195,13 +195,13 @@ class GateRouter:
     ) -> None:
         """Enqueue "both" phases as one launch, or "gemm" or "route" alone (tests, benchmarks, the interpreter)."""
         from evenroute.routing.kernels.gate import gate_route
-        from evenroute.routing.launch import launch_arguments, with_rows
+        from evenroute.routing.launch import launch_arguments, launch_deal, with_rows
 
         experts = self.router.config.num_experts
         plan = plan_gate(experts, self.hidden_size, call.num_tokens, self.num_processors)
         _, arguments, constants, _ = launch_arguments(self.router.plan, call, out)
         pointers = tuple(a for a in arguments if isinstance(a, Tensor))
-        num_tokens, _, bias_stride, vocab, row_offset, rank_salt, ep_rank = arguments[len(pointers) :]
+        num_tokens, _, bias_stride, vocab, row_offset, rank_salt, ep_rank, chunks = arguments[len(pointers) :]
         options: dict[str, Any] = {}
         if self.backend == "triton":
             options = {"num_warps": 4, "num_stages": _STAGES}
@@ -225,10 +225,13 @@ class GateRouter:
             row_offset,
             rank_salt,
             ep_rank,
+            chunks,
             with_rows(constants, plan.rows),
             self._constants(phase, plan),
             **options,
         )
+        if phase != "gemm" and constants.mode.pick == "batch":
+            launch_deal(self.router.plan, call, out)
 
     def _constants(self, phase: str, plan: GatePlan) -> Any:
         from evenroute.routing.kernels.gate import GateConstants

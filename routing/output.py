@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from evenroute.routing.batch.settings import BatchDeal
 from evenroute.routing.counters import ExpertCounters
+from evenroute.routing.dispatch import hash_salt
 from evenroute.routing.kernels.types import Columns, Emit, TableColumns
 from evenroute.routing.settings.config import RouterConfig
 from evenroute.routing.settings.modes import Mode
 from evenroute.routing.tables.tables import DispatchTables, fits_payload
 
 OUTPUT_NAMES = ("weights", "physical_ids", "logical_ids", "local_ids", "packed_ids", "slot_histogram")
+CHOICE_NAMES = ("physical_ids", "logical_ids", "local_ids", "packed_ids")
 DEFAULT_EMIT = ("weights", "physical_ids")
+
+
+class Written(NamedTuple):
+    """Outputs checked for a router and a number of rows: (name, tensor, where it begins), and all six addresses."""
+
+    plan: RouterPlan
+    rows: int
+    tensors: tuple[tuple[str, Tensor, int], ...]
+    pointers: tuple[int, ...]
 
 
 @dataclass
@@ -46,6 +59,18 @@ class RoutingOutput:
     scaling_applied: bool
     num_buckets: int
     emitted: tuple[str, ...] = DEFAULT_EMIT
+    written: Written | None = field(default=None, init=False, repr=False, compare=False)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of `OUTPUT_NAMES`."""
+        return (
+            self.weights,
+            self.physical_ids,
+            self.logical_ids,
+            self.local_ids,
+            self.packed_ids,
+            self.slot_histogram,
+        )
 
 
 @dataclass(frozen=True)
@@ -54,6 +79,7 @@ class RouterPlan:
 
     mode            how slots are found, a row of `settings.modes.MODES`
     num_buckets     number of physical ids, shared slots included
+    batch           deal="batch": how, and how small batches are dealt
     """
 
     config: RouterConfig
@@ -63,6 +89,25 @@ class RouterPlan:
     emit: tuple[str, ...]
     seed: Tensor
     scratch: Tensor | None = None
+    batch: BatchDeal | None = None
+
+    def mode_of(self, num_tokens: int) -> Mode:
+        """How a batch of T rows is dealt."""
+        batch = self.batch
+        if batch is None or batch.small is None or num_tokens >= batch.rows:
+            return self.mode
+        return batch.small
+
+    @cached_property
+    def salt(self) -> int:
+        """32-bit salt of hashes and rounding offsets, without the seed."""
+        rank = self.tables.ep_rank if self.batch is None else self.batch.salt_rank
+        return hash_salt(self.mode, rank)
+
+    @property
+    def choice(self) -> str:
+        """Output in which the routing launch of deal="batch" leaves the logical ids for the second launch."""
+        return next(name for name in CHOICE_NAMES if name in self.emit)
 
     def histogram_scratch(self) -> Tensor:
         """[1 + buckets] int32, all zero between launches: programs done, and the histogram being counted."""
@@ -80,9 +125,22 @@ class RouterPlan:
         return TableColumns(*(self.tables.columns[name].start for name in TableColumns._fields))
 
     @cached_property
+    def columns_of_output(self) -> int:
+        """K + S."""
+        return self.config.num_columns
+
+    @cached_property
+    def output_facts(self) -> tuple[int, int, float, bool, int, tuple[str, ...]]:
+        """What an output says beside its tensors, from `top_k` on."""
+        config = self.config
+        factor, applied = config.routed_scaling_factor, config.apply_routed_scaling_factor
+        return config.top_k, config.num_shared_experts, factor, applied, self.num_buckets, self.emit
+
+    @cached_property
     def columns(self) -> Columns:
         """The columns that a launch writes."""
         config = self.config
+        emit = Emit(*(name in self.emit for name in OUTPUT_NAMES))
         return Columns(
             shared=config.num_shared_experts,
             shared_weight=float(config.shared_weight),
@@ -90,8 +148,17 @@ class RouterPlan:
             local_slots=self.tables.num_local_slots,
             num_slots=self.tables.num_slots,
             buckets=self.num_buckets,
-            emit=Emit(*(name in self.emit for name in OUTPUT_NAMES)),
+            emit=emit,
+            routed=emit,
+            shared_pad=1 << max(config.num_shared_experts - 1, 0).bit_length(),
         )
+
+    @cached_property
+    def batch_columns(self) -> Columns:
+        """The same for the routing launch of a batch whose slots a second launch finds."""
+        columns, choice = self.columns, self.choice
+        routed = columns.emit._replace(local_ids=choice == "local_ids", slot_histogram=False)
+        return columns._replace(routed=routed)
 
     @property
     def slots_per_rank(self) -> int:
@@ -99,7 +166,7 @@ class RouterPlan:
         per_rank = self.config.shared_mode != "global"
         return self.tables.num_local_slots + (self.config.num_shared_experts if per_rank else 0)
 
-    @property
+    @cached_property
     def num_buckets(self) -> int:
         shared = self.config.num_shared_experts
         if self.config.shared_mode == "global":
@@ -137,28 +204,19 @@ class RouteCall:
 
 def allocate_output(plan: RouterPlan, num_tokens: int, device: torch.device) -> RoutingOutput:
     """Uninitialised buffers for what `plan.emit` names."""
-    columns = plan.config.num_columns
-
-    def rows(name: str, dtype: torch.dtype) -> Tensor | None:
-        wanted = name in plan.emit
-        return torch.empty((num_tokens, columns), dtype=dtype, device=device) if wanted else None
-
-    none = torch.empty((0, columns), dtype=torch.int32, device=device)
-    weights, physical = rows("weights", torch.float32), rows("physical_ids", torch.int32)
-    histogram = None
-    if "slot_histogram" in plan.emit:
-        histogram = torch.empty(plan.num_buckets, dtype=torch.int32, device=device)
-    return RoutingOutput(
-        weights=none.float() if weights is None else weights,
-        physical_ids=none if physical is None else physical,
-        logical_ids=rows("logical_ids", torch.int32),
-        local_ids=rows("local_ids", torch.int32),
-        packed_ids=rows("packed_ids", torch.int32),
-        slot_histogram=histogram,
-        top_k=plan.config.top_k,
-        num_shared=plan.config.num_shared_experts,
-        routed_scaling_factor=plan.config.routed_scaling_factor,
-        scaling_applied=plan.config.apply_routed_scaling_factor,
-        num_buckets=plan.num_buckets,
-        emitted=plan.emit,
-    )
+    shape, none = (num_tokens, plan.columns_of_output), (0, plan.columns_of_output)
+    words, emit = plan.seed, plan.emit
+    made: list[Tensor | None] = []
+    for name in OUTPUT_NAMES:
+        if name in emit:
+            size = (plan.num_buckets,) if name == "slot_histogram" else shape
+        elif name in DEFAULT_EMIT:  # those two are always there
+            size = none
+        else:
+            made.append(None)
+            continue
+        # In a microsecond less than `torch.empty` with its keywords.
+        made.append(
+            words.new_empty(size, dtype=torch.float32) if name == "weights" else words.new_empty(size)
+        )
+    return RoutingOutput(*made, *plan.output_facts)  # type: ignore[arg-type,call-arg]

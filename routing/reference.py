@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from evenroute.routing.batch.solve import count_pairs, pick_by_position, solve_batch
 from evenroute.routing.dispatch import (
     deal_tickets,
     hash_rows,
@@ -217,18 +218,27 @@ def _given(weights: Tensor) -> Tensor:
 
 def dispatch_slots(plan: RouterPlan, call: RouteCall, safe: Tensor, valid: Tensor) -> Tensor:
     """Slot of every (token, expert) `[T, K]`; entries with `valid` false are arbitrary but in range."""
-    tables, layer = plan.tables, call.layer
-    if plan.mode.pick == "slot":
+    tables, layer, mode = plan.tables, call.layer, plan.mode_of(call.num_tokens)
+    if mode.pick == "batch":
+        counts, positions = count_pairs(safe, valid, plan.config.num_experts)
+        if plan.batch is not None and plan.batch.node is not None:
+            node = plan.batch.node
+            gathered = node.gather(counts).long()
+            counts, before = gathered.sum(0), gathered[: node.place].sum(0)
+            positions = positions + before[safe]
+        ends = solve_batch(tables, layer, counts, plan.salt)
+        return pick_by_position(tables, layer, safe, positions, ends)
+    if mode.pick == "slot":
         return tables.static_slot[layer].long()[safe]
-    if plan.mode.pick == "ticket":
+    if mode.pick == "ticket":
         assert plan.counters.tickets is not None
         words = plan.counters.tickets[layer, 0, :, 0]
         tickets = deal_tickets(safe, valid, words)
-        replica = pick_by_ticket(tables, layer, safe, tickets, plan.mode)
+        replica = pick_by_ticket(tables, layer, safe, tickets, mode)
     else:
         rows = torch.arange(call.num_tokens, device=safe.device) + call.row_offset
-        salt = hash_salt(plan.mode, tables.ep_rank, int(plan.seed))
-        replica = pick_by_hash(tables, layer, safe, hash_rows(rows[:, None], safe, salt), plan.mode)
+        salt = hash_salt(mode, tables.ep_rank, int(plan.seed))
+        replica = pick_by_hash(tables, layer, safe, hash_rows(rows[:, None], safe, salt), mode)
     offset, _, _ = spans(tables, layer, safe)
     return tables.replica_slot[layer].long()[offset + replica]
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from evenroute.eplb._checks import describe, require_bool, require_choice, require_instance, require_int
-from evenroute.routing.call_checks import check_call, num_rows, require_logits
+from evenroute.routing.batch.settings import BATCH_ROWS, make_batch
+from evenroute.routing.call_checks import (
+    check_call,
+    checked_emit,
+    num_rows,
+    require_interpreter,
+    require_logits,
+)
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.gradient import RoutedWeights, wants_gradient
 from evenroute.routing.output import (
@@ -25,7 +33,14 @@ from evenroute.routing.reference import route_reference
 from evenroute.routing.settings.config import RouterConfig
 from evenroute.routing.settings.modes import find_mode
 from evenroute.routing.tables.tables import DispatchTables
+from evenroute.routing.warm_up import WarmUp, warm_up
 from evenroute.routing.waterfill import waterfill_columns
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from evenroute.routing.direct import DirectLaunch
+    from evenroute.routing.launch import Launched
 
 BACKENDS = ("auto", "reference", "triton", "interpret")
 
@@ -39,7 +54,13 @@ class Router:
     config, tables, counters   counters are made here if none are given
     dispatch    "auto" (weighted where a placement carries shares, else even), "static", "dynamic", "rank_invariant"
                 or "weighted"
-    deal        "exact" (tickets) or "hash", for dynamic and weighted with tokens="own"
+    deal        "exact" (tickets) or "hash", for dynamic and weighted with tokens="own"; "batch", for weighted: the
+                planned shares corrected for each batch of `batch_rows` rows or more, in a second launch; smaller ones
+                by tickets. Calls of one router must then follow each other on one stream
+    deterministic   deal="batch" for every batch, so that ids are a function of the batch alone (and of the rank):
+                what tokens="shared" needs
+    node_group  deal="batch" with the summed counts of these ranks, each dealing its part: one all-gather a call, which
+                all of them make equally often, empty batches too
     tokens      "own" or "shared"
     backend     "auto": the Triton kernel on CUDA, plain torch on CPU; "reference", "triton"; "interpret": the kernel on
                 CPU tensors under TRITON_INTERPRET=1, for tests
@@ -59,6 +80,9 @@ class Router:
         *,
         dispatch: str = "auto",
         deal: str = "exact",
+        deterministic: bool = False,
+        batch_rows: int = BATCH_ROWS,
+        node_group: ProcessGroup | None = None,
         tokens: str = "own",
         backend: str = "auto",
         emit: tuple[str, ...] = DEFAULT_EMIT,
@@ -75,7 +99,7 @@ class Router:
             raise ValueError(
                 f"custom_routing_function must be callable, found {describe(custom_routing_function)}"
             )
-        emit = _checked_emit(emit, config)
+        emit = checked_emit(emit, config)
         mode = find_mode(dispatch, deal, tokens)
         if tables.num_logical_experts != config.num_experts:
             raise ValueError(
@@ -95,12 +119,13 @@ class Router:
                 f"shared_mode={config.shared_mode!r} with tokens='shared': every rank would add the shared experts; "
                 "allowed: global"
             )
-        if mode.pick == "ticket":
+        if backend == "auto":
+            backend = "triton" if tables.device.type == "cuda" else "reference"
+        batch = make_batch(mode, tables, emit, backend, deterministic, batch_rows, node_group)
+        if mode.pick == "ticket" or (batch is not None and batch.small is not None):
             counters.enable_tickets()
             if mode.weighted:
                 tables.enable_sequences()
-        if backend == "auto":
-            backend = "triton" if tables.device.type == "cuda" else "reference"
         if backend == "triton" and tables.device.type != "cuda":
             raise ValueError(f"backend='triton' needs CUDA tensors, the tables lie on {tables.device}")
         if backend == "interpret":
@@ -111,22 +136,56 @@ class Router:
         self.config, self.tables, self.counters = config, tables, counters
         self.dispatch, self.tokens, self.backend, self.pdl = mode.dispatch, tokens, backend, pdl
         self.custom_routing_function = custom_routing_function
-        self.plan = RouterPlan(config, tables, counters, mode, emit, seed)
+        self.plan = RouterPlan(config, tables, counters, mode, emit, seed, batch=batch)
         if "slot_histogram" in emit and backend != "reference":
             with torch.inference_mode(False):
                 scratch = torch.zeros(1 + self.plan.num_buckets, dtype=torch.int32, device=tables.device)
             self.plan = replace(self.plan, scratch=scratch)
         if "packed_ids" in emit and self.plan.num_buckets > 1 << 15:
             raise ValueError(f"packed_ids hold 15 bits of slot, this placement has {self.plan.num_buckets}")
+        self.direct = self._bind()
+
+    def _bind(self) -> DirectLaunch | None:
+        """What starts known launches without Triton's dispatch, where that can be."""
+        rewrites = self.config.shared_mode == "waterfill" and self.config.num_shared_experts > 0
+        if self.backend != "triton" or rewrites or self.custom_routing_function is not None:
+            return None
+        from evenroute.routing.direct import DirectLaunch
+
+        direct = DirectLaunch(self.plan, self.pdl)
+        return direct if direct.usable else None
 
     def set_seed(self, seed: int) -> None:
         """Seed of the hash deal, read on the device by every later launch (captured ones too)."""
         require_int("seed", seed, -(1 << 63), (1 << 63) - 1)
         self.plan.seed.fill_(seed & 0x7FFFFFFF)
 
+    def warm_up(
+        self,
+        rows: int | Iterable[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        bias: Tensor | None = None,
+        padding: bool = True,
+    ) -> WarmUp:
+        """Compile the launches of these batch sizes before a server needs them; nothing is routed or counted.
+
+        rows     batch sizes; those of one class (1 to 256, to 4096, above) share a form, with and without counting
+        dtype    of the logits; bias as in a call; padding: whether calls will give num_valid_tokens
+
+        Returns (seconds, compiled): how long it took, and a line a form. Without a kernel (CPU) there is nothing to do.
+
+        Raises:
+            ValueError: no row number is given or one is below 1, or dtype or bias do not fit.
+        """
+        compiles = self.backend == "triton"
+        return warm_up(self.plan, self.direct, rows, dtype, bias, padding, compiles=compiles, pdl=self.pdl)
+
     def allocate(self, num_tokens: int) -> RoutingOutput:
         """Output buffers to pass as ``out``: captured steps then allocate nothing."""
         require_int("num_tokens", num_tokens, 0)
+        if self.plan.batch is not None and self.plan.batch.state is not None:
+            self.plan.batch.state.hold(num_tokens)
         with torch.inference_mode(False):  # made under it, they could not be written outside
             return allocate_output(self.plan, num_tokens, self.tables.device)
 
@@ -174,6 +233,24 @@ class Router:
         Raises:
             ValueError: types, shapes, dtypes or devices do not fit, or arguments contradict each other.
         """
+        if (
+            self.direct is not None
+            and self.custom_routing_function is None
+            and marked_bias is None
+            and token_marker is None
+            and logical_ids is None
+            and weights is None
+            and expert_ids_by_token is None
+            and token_ids is None
+            and keep_weights is False
+            and waterfill_target is None
+            and not is_compiling()
+        ):
+            known = self.direct.launch(
+                logits, layer, bias, num_valid_tokens, row_offset, count, route_padding, out
+            )
+            if known is not None:
+                return known
         if self.custom_routing_function is not None and logical_ids is None:
             weights, logical_ids = self._custom_choice(logits, weights, expert_ids_by_token)
         # Positional: this call is the host's part of a launch, in microseconds.
@@ -205,7 +282,9 @@ class Router:
             return self._with_gradient(call, waterfill_target, out)
         if out is None:
             out = allocate_output(self.plan, call.num_tokens, self.tables.device)
-        launch(self.plan, call, out, backend=self.backend, pdl=self.pdl)
+        launched = launch(self.plan, call, out, backend=self.backend, pdl=self.pdl)
+        if self.direct is not None:
+            self.direct.learn(call, out, launched)
         waterfill_columns(self.plan, call, out, waterfill_target)
         return out
 
@@ -250,40 +329,16 @@ class Router:
         return found[0], found[1]
 
 
-def launch(plan: RouterPlan, call: RouteCall, out: RoutingOutput, *, backend: str, pdl: bool) -> None:
-    """Route one checked batch into `out`, by the kernel or in plain torch."""
+def launch(
+    plan: RouterPlan, call: RouteCall, out: RoutingOutput, *, backend: str, pdl: bool
+) -> Launched | None:
+    """Route one checked batch into `out`, by the kernel (which is returned) or in plain torch."""
     if backend == "reference":
         route_reference(plan, call, out)
-    else:
-        from evenroute.routing.launch import route_kernel
+        return None
+    from evenroute.routing.launch import route_kernel
 
-        route_kernel(plan, call, out, pdl=pdl)
-
-
-def _checked_emit(emit: Any, config: RouterConfig) -> tuple[str, ...]:
-    if not isinstance(emit, tuple | list):
-        raise ValueError(f"emit must be a tuple of names ({', '.join(OUTPUT_NAMES)}), found {describe(emit)}")
-    for name in emit:
-        require_choice("emit", name, OUTPUT_NAMES)
-    rewrites = config.shared_mode == "waterfill" and config.num_shared_experts > 0
-    if rewrites and (not {"weights", "physical_ids"} <= set(emit) or "packed_ids" in emit):
-        raise ValueError(
-            f"emit={tuple(emit)}: shared_mode='waterfill' rewrites weights and physical_ids: emit both, and no "
-            "packed_ids"
-        )
-    return tuple(name for name in OUTPUT_NAMES if name in emit)
-
-
-def require_interpreter(device: torch.device) -> None:
-    """ValueError unless the kernels can run under Triton's interpreter on this device."""
-    import triton
-
-    if device.type != "cpu":
-        raise ValueError(f"backend='interpret' needs CPU tensors, the tables lie on {device}")
-    if not triton.knobs.runtime.interpret:
-        raise ValueError(
-            "backend='interpret' needs TRITON_INTERPRET=1 in the environment before triton's import"
-        )
+    return route_kernel(plan, call, out, pdl=pdl)
 
 
 def _words(found: tuple[int, int, torch.device]) -> str:

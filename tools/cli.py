@@ -21,8 +21,8 @@ from evenroute.tools.errors import fail, one_line_errors
 from evenroute.tools.report.words import plain_streams
 
 GROUPS = {
-    "Run a rebalancer": ("init", "keygen", "rebalancer", "backup", "completion"),
-    "Watch and steer it": ("status", "top", "trace", "record", "pause", "resume", "rollback"),
+    "Run a rebalancer": ("init", "keygen", "rebalancer", "launch", "backup", "completion"),
+    "Watch and steer it": ("status", "top", "trace", "record", "pause", "resume", "rollback", "scale"),
     "Work with files": ("advise", "inspect", "plan", "replay", "convert"),
     "Try and measure": ("stress", "bench"),
 }

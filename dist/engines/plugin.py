@@ -136,6 +136,11 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Settings among the variables; one that nearly has a setting's name is refused, others are somebody else's."""
     known = known_settings()
     found: dict[str, Any] = {}
+    if environ.get("EVENROUTE_MEMBER"):
+        raise ValueError(
+            "ranks that come and go (`evenroute launch`) are not supported inside an engine yet, which has to join its "
+            "own way of losing ranks first: start it as it is documented"
+        )
     for variable, text in environ.items():
         if not variable.startswith(PREFIX) or not text:
             continue

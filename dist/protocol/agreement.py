@@ -22,8 +22,8 @@ from evenroute.eplb.placement.placement import (
     row_digest,
 )
 
-VECTOR_LENGTH: Final = 10
-"""int64: epoch, -epoch, version, -version, digest, -digest, staged, -error, state hash, -state hash."""
+VECTOR_LENGTH: Final = 11
+"""int64: epoch, -epoch, version, -version, digest, -digest, staged, -error, state hash, -state hash, go."""
 
 
 class AgreementError(RuntimeError):
@@ -74,23 +74,46 @@ class Discard:
     """
 
 
-Action: TypeAlias = Open | Commit | Discard
+@dataclass(frozen=True)
+class Switch:
+    """Every rank may go on in membership ``number``, and nothing is under way: all do, at this step. Comes last."""
+
+    number: int
+
+
+Action: TypeAlias = Open | Commit | Discard | Switch
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """A reduced vector, read. ``candidate``: key all ranks named, or None; ``same_digest``: and its digest too."""
+    """A reduced vector, read. ``candidate``: key all ranks named, or None; ``same_digest``: and its digest too.
+    ``min_go``: the highest membership that all ranks are ready for."""
 
     candidate: Key | None
     same_digest: bool
     min_staged: int
     any_error: bool
+    min_go: int = 0
 
 
-def vote_vector(voted: Version | None, staged: int, error: bool, state_hash: int) -> NDArray[np.int64]:
+def vote_vector(
+    voted: Version | None, staged: int, error: bool, state_hash: int, go: int = 0
+) -> NDArray[np.int64]:
     """One rank's vote, int64 [VECTOR_LENGTH]; all values are below 2^62, so each has a negative."""
     (epoch, version), digest = (NO_KEY, 0) if voted is None else (voted.key, voted.digest)
-    values = (epoch, -epoch, version, -version, digest, -digest, staged, -int(error), state_hash, -state_hash)
+    values = (
+        epoch,
+        -epoch,
+        version,
+        -version,
+        digest,
+        -digest,
+        staged,
+        -int(error),
+        state_hash,
+        -state_hash,
+        go,
+    )
     return np.array(values, dtype=np.int64)
 
 
@@ -109,6 +132,7 @@ def read_reduced(vector: Sequence[int] | NDArray[np.int64]) -> Reduced:
         same_digest=values[4] == -values[5],
         min_staged=values[6],
         any_error=values[7] < 0,
+        min_go=values[10],
     )
 
 
@@ -117,11 +141,15 @@ class AgreedState:
 
     ``start`` is live in all layers, and its key the last target. ``num_buffers`` layers may be open beyond the
     committed ones; ``settings`` (agree_every, for one) only go into the hash, so that a misfit ends the job at once.
+    ``membership``: number of the one that these ranks are; 0 where ranks neither come nor go.
     """
 
-    def __init__(self, start: Version, *, num_buffers: int, settings: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, start: Version, *, num_buffers: int, settings: tuple[int, ...] = (), membership: int = 0
+    ) -> None:
         layers = range(start.placement.num_layers)
         self.num_buffers = num_buffers
+        self.membership = membership
         self.live_rows: list[PlacementRow] = list(start.rows)
         self.live_digests: list[int] = list(start.row_digests)
         self.live_keys: list[Key] = [start.key for _ in layers]
@@ -134,7 +162,7 @@ class AgreedState:
         self.failed: Key = NO_KEY
         self.conflict: Key = NO_KEY
         self.votes_decided = 0
-        self._settings = (num_buffers, *settings)
+        self._settings = (num_buffers, *settings, membership)
         self._hash: int | None = None
 
     def decide(self, vector: Sequence[int] | NDArray[np.int64], voted: Version | None) -> list[Action]:
@@ -151,8 +179,10 @@ class AgreedState:
             actions += self._commit_staged(reduced)
         if self.failing and reduced.min_staged == self.opened:  # rule 3
             actions += self._fail()
-        candidate = self._candidate(reduced, voted)  # rule 4
-        if candidate is not None and self._may_start():
+        candidate = self._candidate(reduced, voted)
+        if reduced.min_go > self.membership:  # before rule 4: nothing begins any more
+            return actions + self._leave(reduced.min_go)
+        if candidate is not None and self._may_start():  # rule 4
             actions += self._start(candidate)
             candidate = None
         if self.target is not None and not self.failing and candidate is None:  # rule 5
@@ -196,6 +226,13 @@ class AgreedState:
         self.failed = self.target.key
         self._drop_target()
         return [Discard()]
+
+    def _leave(self, number: int) -> list[Action]:
+        """Opened layers commit or fail first; a target that could only open more counts as failed."""
+        actions: list[Action] = []
+        if self.target is not None and not self.failing and self.opened == self.committed:
+            actions += self._fail()
+        return [*actions, Switch(number)] if self.target is None else actions
 
     def _candidate(self, reduced: Reduced, voted: Version | None) -> Version | None:
         if reduced.candidate is None or voted is None:

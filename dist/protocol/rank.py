@@ -102,6 +102,8 @@ class RankCore:
         prepare_with: Callable[[PlacementMessage, JobShape], PreparedPlacement] = prepare_placement,
         start: Version | None = None,
         identity: int | None = None,
+        membership: int = 0,
+        stream: RankStream | None = None,
     ) -> None:
         start = started.version() if start is None else start
         self.run = started.run
@@ -116,9 +118,15 @@ class RankCore:
         self.identity = secrets.randbits(62) if identity is None else identity
         self.counters = RankCounters()
         self.state = AgreedState(
-            start, num_buffers=config.num_buffers, settings=(config.agree_every, started.run)
+            start,
+            num_buffers=config.num_buffers,
+            settings=(config.agree_every, started.run),
+            membership=membership,
         )
+        self.go = membership  # the highest membership that this rank may go on in
         self.stream = RankStream(run=started.run, rank=rank, resend_s=config.resend_s)
+        if stream is not None:  # of this process in the membership before
+            self.stream = stream
         self.notices: deque[str] = deque(maxlen=100)  # refusals that the driver has not logged yet
         self._start = start
         self._prepare = prepare_with
@@ -147,7 +155,7 @@ class RankCore:
                 plain
             )  # nothing of the protocol depends on it: also of a rebalancer that is fenced
             return self.tick(now)
-        if plain.run != self.run:
+        if plain.run != self.run and not self.stream.waits_for(plain):
             self.counters.dropped_run += 1
             return []
         if not self._pass_fence(plain):
@@ -157,11 +165,11 @@ class RankCore:
             case PlacementMessage():
                 self._receive_placement(message if isinstance(message, PreparedPlacement) else plain)
             case Ack():
-                return [*self.stream.acknowledged(plain.seq, now), *self.tick(now)]
+                return [*self.stream.acknowledged(plain.run, plain.seq, now), *self.tick(now)]
             case Refusal():
                 self._note_refusal(plain)
                 if plain.what == "window":
-                    return [*self.stream.refused(plain.number, now), *self.tick(now)]
+                    return [*self.stream.refused(plain.run, plain.number, now), *self.tick(now)]
             case Token():
                 if self.token != plain.token:
                     self.token, self._status_due = plain.token, True
@@ -307,11 +315,15 @@ class RankCore:
         self._error = self.state.target is not None and (self._error or found)
 
     def vote(self) -> NDArray[np.int64]:
-        """The vector to post, int64 [10]; pins what it names until it is decided."""
+        """The vector to post, int64 [11]; pins what it names until it is decided."""
         assert not self._vote_posted, "one vote is outstanding"
         self._vote_posted = True
         self._voted = self._start if self.config.shadow else self.newest
-        return vote_vector(self._voted, self._staged, self._error, self.state.state_hash())
+        return vote_vector(self._voted, self._staged, self._error, self.state.state_hash(), self.go)
+
+    def outstanding(self, vote: int) -> bool:
+        """Whether ``vote`` is posted and not decided."""
+        return self._vote_posted and vote == self.state.votes_decided
 
     def decide(self, vote: int, reduced: Sequence[int] | NDArray[np.int64]) -> list[Action]:
         """Apply the reduction of ``vote``, the outstanding one. Returns the actions, to be carried out in order.

@@ -6,7 +6,7 @@ clock. When ``ended`` is not None the life is over: send what was returned, exit
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec
 
 import numpy as np
@@ -130,7 +130,7 @@ class RebalancerCore:
                 return [Outgoing(peer, Token(status.run, self.epoch, self._token))]
             if (reason := self._accept_job(status.job)) is not None:
                 return self._refuse(peer, status.run, "status", f"job refused: {reason}")
-            self._adopt(status)
+            self._adopt(status.run, status.job)
         assert self.view is not None
         self.counters.statuses += 1
         self.view.add(status, peer, now)
@@ -169,14 +169,14 @@ class RebalancerCore:
             out.append(Outgoing(peer, self._published.message(self.view.run, self.epoch)))
         return out
 
-    def _adopt(self, status: RankStatus) -> None:
+    def _adopt(self, run: int, job: JobShape) -> None:
         self._token = self._random_bits(62) or 1
-        self.view = RunView(status.run, status.job, self._store)
-        self.windows.begin_run(status.job)
+        self.view = RunView(run, job, self._store)
+        self.windows.begin_run(job)
         self._first_due = False
-        self.notices.append(Notice("run", f"the current run is {status.run:#x}, {status.job.ep_size} ranks"))
-        if self.job != status.job:
-            self.job = status.job
+        self.notices.append(Notice("run", f"the current run is {run:#x}, {job.ep_size} ranks"))
+        if self.job != job:
+            self.job = job
             if self.phase is Phase.SERVING:
                 self._take_newest_of_store()
 
@@ -218,11 +218,11 @@ class RebalancerCore:
 
     # ------------------------------------------------------------------------- life and placements
 
-    def _begin(self, now: float) -> bool:
+    def _begin(self, now: float, fences: Iterable[int] = ()) -> bool:
         """Take an epoch above all that are known; True if the life began."""
         try:
-            fences = () if self.view is None else (rank.fence for rank in self.view.ranks.values())
-            highest = max([self._store.last_epoch(), *fences])
+            heard = () if self.view is None else (rank.fence for rank in self.view.ranks.values())
+            highest = max([self._store.last_epoch(), *heard, *fences])
             epoch = (highest >> EPOCH_RANDOM_BITS) + 1 << EPOCH_RANDOM_BITS
             epoch |= self._random_bits(EPOCH_RANDOM_BITS)
             self._store.begin_epoch(epoch, pid=self.config.pid, now=self._stamp())

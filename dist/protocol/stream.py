@@ -2,7 +2,8 @@
 
 A sealed window never changes and is resent until it is acknowledged, or refused for good; later counts add up in one
 open window, sealed with the next sequence number then. So memory is bounded by two windows, and counted = stored +
-refused + in flight (unless stored) + open.
+refused + in flight (unless stored) + open. A stream goes on in a job's next membership, under its run and rank
+(`move`); what is in flight stays what it is.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.wire.messages import RankWindow
+from evenroute.dist.wire.messages import Ack, Down, RankWindow, Refusal
 
 
 @dataclass
@@ -59,17 +60,34 @@ class RankStream:
             self._open.counts += counts
         return self._seal(now)
 
-    def acknowledged(self, seq: int, now: float) -> list[RankWindow]:
+    def move(self, run: int, rank: int, now: float) -> list[RankWindow]:
+        """The process is ``rank`` of another membership now: what is sealed from here on says so.
+
+        What is open is sealed before, unless a window is in flight. Returns what to send now.
+        """
+        out = self._seal(now)
+        self._run, self._rank, self._next_seq = run, rank, 1
+        return out
+
+    def waits_for(self, message: Down) -> bool:
+        """Whether a message answers the window in flight, which may be of an earlier membership's run."""
+        if self.in_flight is None or message.run != self.in_flight.run:
+            return False
+        if isinstance(message, Refusal):
+            return message.what == "window" and message.number == self.in_flight.seq
+        return isinstance(message, Ack) and message.seq == self.in_flight.seq
+
+    def acknowledged(self, run: int, seq: int, now: float) -> list[RankWindow]:
         """The window ``seq`` is stored; any but the one in flight is ignored. Returns what to send now."""
-        if self.in_flight is None or self.in_flight.seq != seq:
+        if self.in_flight is None or (self.in_flight.run, self.in_flight.seq) != (run, seq):
             return []
         self.in_flight = None
         self.windows_acknowledged += 1
         return self._seal(now)
 
-    def refused(self, seq: int, now: float) -> list[RankWindow]:
+    def refused(self, run: int, seq: int, now: float) -> list[RankWindow]:
         """The window ``seq`` will never be stored: it is dropped. Returns what to send now."""
-        if self.in_flight is None or self.in_flight.seq != seq:
+        if self.in_flight is None or (self.in_flight.run, self.in_flight.seq) != (run, seq):
             return []
         self.tokens_refused += self.in_flight.tokens
         self.in_flight = None

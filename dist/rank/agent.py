@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
-import torch.distributed as torch_dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -30,6 +28,7 @@ from evenroute.dist.rank.clock import StepTimer
 from evenroute.dist.rank.closing import Closing, close_with
 from evenroute.dist.rank.counts import Counters, CountTaker
 from evenroute.dist.rank.start import Tables, agree_on_start, check_start, connect
+from evenroute.dist.rank.step import Seat, StepResult
 from evenroute.dist.rank.switch import OnCommit, SwitchDriver
 from evenroute.dist.rank.thread import AgentThread
 from evenroute.dist.rank.votes import VoteError, VoteThread
@@ -48,24 +47,6 @@ logger = logging.getLogger("evenroute.dist.agent")
 MAX_STEP_TOKENS = (1 << 31) - 1  # rows of one step on one rank
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class StepResult:
-    """What the coming step is routed with.
-
-    step         number of the step, from 0
-    key          (epoch, version) if all layers have the same, else None (a switch is under way)
-    layer_keys   int64 [L, 2], read-only: (epoch, version) of each layer
-    switched     layers whose row changed just now
-    counted      whether the routing of this step is counted
-    """
-
-    step: int
-    key: Key | None
-    layer_keys: NDArray[np.int64]
-    switched: tuple[int, ...]
-    counted: bool
-
-
 class RankAgent:
     """One rank of a job; make it with `start`. `step` and `close` are called by the forward thread."""
 
@@ -80,12 +61,13 @@ class RankAgent:
         vote_group: ProcessGroup,
         link: DealerLink | None,
         on_commit: OnCommit | None = None,
+        seat: Seat | None = None,
     ) -> None:
         start = started.version()
-        self.config = config
-        self.run = started.run
-        self.rank = torch_dist.get_rank(vote_group)
-        self._lock = threading.RLock()
+        self.config, self.run = config, started.run
+        self.rank = vote_group.rank()
+        self._lock = threading.RLock() if seat is None else seat.lock
+        self._first_step = 0 if seat is None else seat.first_step
         rank_config = RankConfig(
             agree_every=config.agree_every,
             num_buffers=mover.num_buffers,
@@ -101,10 +83,17 @@ class RankAgent:
                 tables.prepare(found.version.placement)
             return found
 
-        self._core = RankCore(started, rank=self.rank, config=rank_config, start=start, prepare_with=prepare)
+        self._core = RankCore(
+            started,
+            rank=self.rank,
+            config=rank_config,
+            start=start,
+            prepare_with=prepare,
+            membership=0 if seat is None else seat.number,
+            stream=None if seat is None else seat.stream,
+        )
         self._mover = mover
-        self._group = vote_group
-        roll_call = RollCall(run=started.run, rank=self.rank, ep_size=started.job.ep_size)
+        roll_call = None if seat else RollCall(run=started.run, rank=self.rank, ep_size=started.job.ep_size)
         self._votes = VoteThread(vote_group, limit_s=config.vote_limit_s, roll_call=roll_call)
         self._thread = AgentThread(
             self._core,
@@ -134,12 +123,16 @@ class RankAgent:
             rank=self.rank,
             on_switch=self._thread.wake,  # the status of the change goes out at once
             on_commit=on_commit,
+            gate=None if seat is None else seat.gate,
         )
         self._thread.switch_events = self._switches.notes.events
         self._closing = Closing(
             config, self.rank, counters.device, self._takes, self._thread, self._votes, self._tap
         )
+        self._closing.step = self._takes.first_step = self._takes.covered = self._first_step
         self._call_off = close_with(self, self._closing)
+        if seat is not None:
+            self._thread.start()
 
     # ---------------------------------------------------------------------------------------- start
 
@@ -224,8 +217,9 @@ class RankAgent:
         per_pass = session is not None and session.order.mode == "per_pass"
         self._takes.begin_step(step, count=count, per_pass=per_pass)
         try:
-            if step % self.config.agree_every == 0:
-                switched = self._switches.agree(step // self.config.agree_every, step)
+            vote, between = divmod(step - self._first_step, self.config.agree_every)
+            if not between:
+                switched = self._switches.agree(vote, step)
             self._mover.advance()
             self._clock.enqueued(switched)
         except BaseException:
@@ -332,6 +326,12 @@ class RankAgent:
         if limit_s is not None:
             require_seconds("limit_s", limit_s)
         return self._end(limit_s, clean=True)
+
+    def detach(self, limit_s: float = 5.0) -> tuple[RankCore, SwitchDriver]:
+        """End the threads without a word; what is counted is in the core's stream, which goes on elsewhere."""
+        self._call_off()
+        self._closing.detach(limit_s)
+        return self._core, self._switches
 
     def _end(self, limit_s: float | None, *, clean: bool) -> bool:
         self._call_off()

@@ -95,6 +95,18 @@ class Closing:
         self.result = done or not self._streams
         return self.result
 
+    def detach(self, limit_s: float) -> None:
+        """End the parts without a word, with all counts in the stream: the process goes on in another membership."""
+        if self._begun.is_set():
+            return
+        self._begun.set()
+        self.result = False
+        if self._tap.open:
+            self._tap.finish()
+        self._takes.finish(self.step, limit_s)
+        self._thread.hand_back(limit_s)
+        self._votes.close(min(1.0, limit_s))
+
     def on_its_device(self) -> None:
         """`close`, from another thread than the one that counts."""
         with nullcontext() if self._device.type != "cuda" else torch.cuda.device(self._device):

@@ -62,6 +62,7 @@ class CountTaker:
     counting      whether the counts since the last take are wanted
     first_step    first step of what lies on the device
     session       the recording whose passes the takes are, or None
+    covered       steps below it were handed over
     skipped       takes put off because no buffer was free: those counts came with a later one
     """
 
@@ -82,7 +83,7 @@ class CountTaker:
         self._free: deque[HostBuffer] = deque(HostBuffer(counters) for _ in range(_NUM_BUFFERS))
         self._tokens = 0
         self._passes = 0  # of this step
-        self._covered = 0  # steps below it are part of a take that was handed over
+        self.covered = 0  # steps below it are part of a take that was handed over
         self._taking = False
         self._stream: Any = None  # CUDA: of the last take, where the counts are added up
         self.first_step = 0
@@ -150,7 +151,7 @@ class CountTaker:
         if self._counters.device.type == "cuda":
             self._stream = torch.cuda.current_stream(self._counters.device)
         if buffer is not None or (ends_window and self._reports):
-            first = min(self.first_step, self._covered)
+            first = min(self.first_step, self.covered)
             take = Take(first, last, self._tokens, buffer, self._free.append, ends_window)
             nothing = (
                 self.first_step == last == following and not self._passes
@@ -160,7 +161,7 @@ class CountTaker:
                     take.session, take.pass_from = self.session, self.first_step
                 else:
                     self.session = None
-            self._covered = following
+            self.covered = following
             self._hand_over(take)
         self.first_step, self._tokens, self.counting = following, 0, count
         self._taking = False

@@ -172,7 +172,7 @@ def agree_on_start(
         try:
             # In shadow the job starts with its own placement, and nothing replaces it.
             asked = None if config.mode == "shadow" else link
-            data = encode_started(_ask_snapshot(config, job, placement, asked))
+            data = encode_started(ask_snapshot(config, job, placement, asked))
         except (TimeoutError, OSError) as error:
             failure = error
     with _naming("job start: broadcast of the start placement"):
@@ -204,7 +204,7 @@ def _broadcast(data: bytes | None, group: ProcessGroup) -> bytes:
     return body.numpy().tobytes()
 
 
-def _ask_snapshot(
+def ask_snapshot(
     config: AgentConfig, job: JobShape, placement: Placement, link: DealerLink | None
 ) -> StartedJob:
     limit_s = config.start_limit_s if link is not None else 0.001

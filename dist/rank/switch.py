@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.protocol.agreement import Action, Commit, Discard, Open
+from evenroute.dist.protocol.agreement import Action, Commit, Discard, Open, Switch
 from evenroute.dist.protocol.rank import RankCore
 from evenroute.dist.rank.notes import SwitchNotes
 from evenroute.dist.rank.thread import Lock
@@ -21,6 +22,23 @@ from evenroute.eplb.placement.placement import Placement, PlacementRow
 OnCommit = Callable[[int, PlacementRow], None]
 
 logger = logging.getLogger("evenroute.dist.agent")
+
+
+class MembershipSwitchedError(RuntimeError):
+    """All ranks go on in another membership from this step on: nothing of it was begun in this one."""
+
+
+class VoteGate(Protocol):
+    """What an elastic job's votes pass through."""
+
+    def decided(self, vote: int, vector: Sequence[int] | NDArray[np.int64]) -> None:
+        """Under the lock, before a vote is decided. Raises RuntimeError where this rank has halted."""
+
+    def go(self) -> int:
+        """Under the lock: the highest membership that this rank may go on in."""
+
+    def switch(self, number: int) -> bool:
+        """All may go on in membership ``number``; False: it would leave an expert without a slot, the same on all."""
 
 
 class SwitchDriver:
@@ -42,8 +60,10 @@ class SwitchDriver:
         rank: int,
         on_switch: Callable[[], None],
         on_commit: OnCommit | None = None,
+        gate: VoteGate | None = None,
     ) -> None:
         self._core = core
+        self._gate = gate
         self._lock = lock
         self._mover = mover
         self._votes = votes
@@ -68,6 +88,8 @@ class SwitchDriver:
             began, before = time.time(), core.state.target
             reduced = self._votes.wait(vote - 1, self._describe)
             with self._lock:
+                if self._gate is not None:
+                    self._gate.decided(vote - 1, reduced)
                 actions = core.decide(vote - 1, reduced)
             target = core.state.target
             if actions or before is not None or target is not None:
@@ -75,10 +97,14 @@ class SwitchDriver:
             if before is None and target is not None:
                 self.notes.target(target.key, step)
             if actions:
-                switched = self._carry_out(actions)
+                switched = self.carry_out(actions)
             self.notes.target(None if target is None else target.key, step)
             if switched and before is None and target is None:  # tables alone: all at once
                 self.notes.add("switch", began, step, number=core.state.last_target[1])
+            if actions and isinstance(actions[-1], Switch):
+                assert self._gate is not None
+                if self._gate.switch(actions[-1].number):
+                    raise MembershipSwitchedError(f"membership {actions[-1].number} begins")
         # Without a target the mover still counts the last one's layers.
         has_target = core.state.target is not None
         staged = self._mover.staged() if has_target else 0
@@ -91,6 +117,8 @@ class SwitchDriver:
         with self._lock:
             core.set_staged(staged)
             core.set_error(error is not None)
+            if self._gate is not None:
+                core.go = self._gate.go()
             vector = core.vote()
         self._votes.post(vote, vector)
         return switched
@@ -102,7 +130,8 @@ class SwitchDriver:
             self._placement = self._core.live_placement()
         return self._placement
 
-    def _carry_out(self, actions: list[Action]) -> tuple[int, ...]:
+    def carry_out(self, actions: list[Action]) -> tuple[int, ...]:
+        """Do what was decided, in order; the layers that switched."""
         switched = []
         for action in actions:
             match action:

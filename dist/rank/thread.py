@@ -294,9 +294,8 @@ class AgentThread:
 
     def waiting(self) -> tuple[int, tuple[int, int] | None]:
         """Tokens and steps of what was taken and is not handed to the stream yet; under the lock."""
-        parts: list[Take | _Partial] = list(self._takes)
-        if self._partial is not None:
-            parts.append(self._partial)
+        partial = [] if self._partial is None else [self._partial]
+        parts: list[Take | _Partial] = [*self._takes, *partial]
         if not parts:
             return 0, None
         steps = min(part.first_step for part in parts), max(part.last_step for part in parts)
@@ -318,6 +317,14 @@ class AgentThread:
             unsent = self.core.unsent()
             _, steps = self.waiting()
         return steps is None and unsent.in_flight_steps is None and unsent.open_steps is None
+
+    def hand_back(self, limit_s: float) -> None:
+        """Put all that was taken into the core's stream, stop, and close the socket without a word."""
+        deadline, self._partial_ends = time.monotonic() + limit_s, True
+        self.wake()
+        while self._thread.is_alive() and self.waiting()[1] is not None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self.close(0.0, goodbye=False)
 
     def close(self, limit_s: float, *, goodbye: bool) -> bool:
         """Wait up to `limit_s` for what is unsent, then stop and close the socket; False if something is unsent.

@@ -30,7 +30,7 @@ class VoteError(RuntimeError):
 class VoteThread:
     """Reduces posted votes in order; at most one is outstanding."""
 
-    def __init__(self, group: ProcessGroup, *, limit_s: float, roll_call: RollCall) -> None:
+    def __init__(self, group: ProcessGroup, *, limit_s: float, roll_call: RollCall | None) -> None:
         self._group = group
         self._limit_s = limit_s
         self._roll_call = roll_call
@@ -50,7 +50,9 @@ class VoteThread:
         found = self._get(f"vote-{vote}")
         self.waited_s += time.perf_counter() - began
         if isinstance(found, Exception):
-            missing = self._roll_call.missing(f"vote-{vote}", min(3.0, self._limit_s))
+            missing = ""
+            if self._roll_call is not None:
+                missing = self._roll_call.missing(f"vote-{vote}", min(3.0, self._limit_s))
             reason = " ".join(str(found).split())[:200]
             raise VoteError(
                 f"vote {vote} ({describe()}) was not reduced within {self._limit_s:g} s; {missing} ({reason})"
@@ -72,7 +74,7 @@ class VoteThread:
             except queue.Empty:
                 if time.monotonic() >= deadline:
                     return TimeoutError(f"no result within {limit_s:g} s")
-            if self._roll_call.called(operation):
+            if self._roll_call is not None and self._roll_call.called(operation):
                 return ConnectionError("another rank found that it fails")
 
     def _run(self) -> None:

@@ -35,6 +35,7 @@ from evenroute.dist.wire.control import (
     encode_control,
 )
 from evenroute.dist.wire.keys import LOCAL_ROLE
+from evenroute.dist.wire.membership import ScaleOrder
 from evenroute.dist.wire.messages import MessageError
 from evenroute.dist.wire.recording import RecordReport
 from evenroute.dist.wire.tracing import TraceReport, TraceRequest
@@ -68,6 +69,7 @@ class ControlService:
         self._log = log
         self._ordered_at = float("-inf")
         self.passes = PassOrders()
+        self.scale: Callable[[int], str] | None = None  # orders another number of ranks
         self._traces = SwitchTraces()
 
     def answer(self, frame: bytes | memoryview, role: str, now: float) -> Answer | None:
@@ -123,6 +125,8 @@ class ControlService:
                 return None
             case PlansOrder():
                 return self._order_plans(request)
+            case ScaleOrder():
+                return self._order_ranks(request)
             case RecordStart():
                 run = 0 if self._core.view is None else self._core.view.run
                 done = self._recorder.start(
@@ -154,6 +158,15 @@ class ControlService:
             if request.what == "resume":
                 text = "plans go on"
         logger.info("%s: %s", request.what, text, extra=event(request.what))
+        return Done(text)
+
+    def _order_ranks(self, request: ScaleOrder) -> Answer:
+        assert self.scale is not None
+        try:
+            text = self.scale(request.ranks)
+        except ValueError as error:
+            return Refused(str(error))
+        logger.info("scale to %d ranks: %s", request.ranks, text)
         return Done(text)
 
     def _take(self, report: RecordReport) -> Answer | None:

@@ -23,7 +23,8 @@ import zmq
 
 from evenroute.dist.config import RebalancerConfig
 from evenroute.dist.log import LimitedLog, event, set_up_logging
-from evenroute.dist.protocol.rebalancer import RebalancerCore
+from evenroute.dist.membership.rebalancer import ElasticRebalancerCore
+from evenroute.dist.membership.service import MembershipService
 from evenroute.dist.protocol.types import Phase, Timeouts
 from evenroute.dist.rebalancer.control import ControlService
 from evenroute.dist.rebalancer.decisions import policy_settings
@@ -88,7 +89,7 @@ class Rebalancer:
             max_publish_timeout_s=max(3600.0, settings.version_limit_s),
             pid=os.getpid(),
         )
-        self.core = RebalancerCore(
+        self.core = ElasticRebalancerCore(
             self._store,
             timeouts,
             random_bits=secrets.randbits,
@@ -103,19 +104,14 @@ class Rebalancer:
         self._rejected: Counter[str] = Counter()
         self._log = LimitedLog(logger)
         self._jobs = JobGate(self.core, self._log)
-        self._ranks = RankTraffic(
-            self.core,
-            self._link,
-            self._jobs,
-            self._rejected,
-            self._log,
-            settings.max_message_bytes,
-            self.plans.costs.report,
-        )
+        parts = (self.core, self._link, self._jobs, self._rejected, self._log)
+        self._ranks = RankTraffic(*parts, settings.max_message_bytes, self.plans.costs.report)
         self._files = FileWatch(self._lock, self._link, self._store, self._log)
+        self.membership = MembershipService(self.core, self._store, self._link, settings, self._rejected)
         self._control = ControlService(
             self.core, self.plans, self.recorder, self._build_status, self._rejected, self._log
         )
+        self._control.scale = self.membership.scale
         self._lag_s = 0.0
         self._status_at = self._housekeeping_at = now
         self._stop_signal = 0
@@ -211,6 +207,8 @@ class Rebalancer:
                 answer = self._control.answer(received.frame, received.role, now)
                 if answer is not None:
                     self._link.send(received.peer, encode_control(answer), control=True)
+            elif received.member:
+                self.membership.take(received, now)
             else:
                 self._ranks.take(received, now)
             if number % 64 == 63:
@@ -220,6 +218,7 @@ class Rebalancer:
     def _tick(self, now: float) -> None:
         self._ranks.send(self.core.tick(now))
         self._ranks.send(self.plans.turn(now))
+        self._ranks.send(self.membership.turn(now))
         if self._web is not None:
             self._web.turn(now)
         assert self._link is not None
@@ -251,6 +250,7 @@ class Rebalancer:
             recorder=self.recorder,
             rank_recordings=self._control.passes.of_ranks(self.recorder.passes()),
             ended=self._ranks.ended(),
+            membership=self.membership.view(now),
         )
 
     def _add_event(self, kind: str, text: str, stamp: float) -> None:

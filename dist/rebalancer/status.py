@@ -8,11 +8,13 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from evenroute.dist.config import RebalancerConfig
+from evenroute.dist.membership.service import problems as membership_problems
 from evenroute.dist.protocol.rebalancer import RebalancerCore
 from evenroute.dist.protocol.types import Phase
 from evenroute.dist.rebalancer.plan_cycle import PlanCycle
 from evenroute.dist.rebalancer.recording import Recorder
 from evenroute.dist.wire.control import RankHealth, RankRecording, RebalancerStatus
+from evenroute.dist.wire.membership import MembershipView
 from evenroute.dist.wire.messages import NO_KEY
 from evenroute.eplb.store.schema import IN_USE_EVENT, encode_in_use
 from evenroute.eplb.store.writer import HistoryStore, StoreError
@@ -52,6 +54,7 @@ class StatusBuilder:
         recorder: Recorder,
         rank_recordings: Mapping[int, RankRecording],
         ended: Collection[int],
+        membership: MembershipView,
     ) -> RebalancerStatus:
         """The status of this moment."""
         core, plans, planner = self._core, self._plans, self._config.planner
@@ -64,7 +67,7 @@ class StatusBuilder:
         costs, savings = plans.costs.costs(), plans.costs.savings()
         return RebalancerStatus(
             state="finished" if finished else core.phase.value,
-            degraded=[*self._degraded(now, ranks, finished), *problems],
+            degraded=[*self._degraded(now, ranks, finished), *problems, *membership_problems(membership)],
             pid=os.getpid(),
             uptime_s=now - self._started_at,
             address=address,
@@ -110,6 +113,7 @@ class StatusBuilder:
             cost_gpu_seconds=None if savings is None else savings.cost,
             worth="" if savings is None else savings.told(),
             shared_counts=job is not None and job.shared_counts,
+            membership=membership,
             plans_overdue=plans.overdue(now) and not finished,
             rank_load=plans.loads.rank_load,
             hottest_rank=plans.loads.hottest_rank,

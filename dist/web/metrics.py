@@ -32,6 +32,7 @@ COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "placements": ("Placements by what became of them.", ("result",)),
     "store_errors": ("Writes to the store that failed.", ()),
     "keys_refused": ("Connections refused for an unknown key.", ()),
+    "ranks_lost": ("Ranks that a job whose ranks come and go went on without.", ()),
 }
 PLAN_ERRORS: Final = ("exception", "timeout", "crash", "garbage")
 PLACEMENT_RESULTS: Final = ("published", "unchanged", "not_worth_it", "refused", "not_kept")
@@ -66,6 +67,11 @@ GAUGES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "slot_seconds": ("That a moved slot costs its rank, as measured.", ()),
     "step_seconds": ("A step in the last interval, median over ranks.", ()),
     "live_layers_behind": ("Whether some layer is not on the newest version (0 or 1).", ()),
+    "membership": (
+        "Number of the membership that serves; without samples where ranks don't come and go.",
+        (),
+    ),
+    "membership_halted_seconds": ("Since the ranks have halted for want of one, 0 while they serve.", ()),
     "recording": ("1 while a recording runs.", ()),
 }
 
@@ -84,6 +90,7 @@ def counter_values(status: RebalancerStatus) -> dict[str, list[tuple[tuple[str, 
         name: [((), float(count.get(names.get(name, name), 0)))] for name in plain
     }
     rejected = ("decode", "content", "role", "other_job", "internal")
+    found["ranks_lost"] = [((), float(status.membership.lost))]
     found["messages_rejected"] = [((kind,), float(count.get(f"rejected_{kind}", 0))) for kind in rejected]
     plans = {"succeeded": status.plans_succeeded, **_from_zero(PLAN_ERRORS, status.plan_errors)}
     found["plans"] = [((result,), float(number)) for result, number in plans.items()]
@@ -119,6 +126,10 @@ def gauge_values(
         "lag_seconds": one(status.lag_s),
         "recording": one(status.recording),
     }
+    view = status.membership
+    if view.state:
+        halted = view.since_s if view.state in ("halted", "ended") else 0.0
+        daemon |= {"membership": one(view.number), "membership_halted_seconds": one(halted)}
     if finished:
         return daemon
     expected = [rank for rank in status.ranks if not rank.ended]

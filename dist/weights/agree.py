@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as torch_dist
 from evenroute.dist.groups import compare_ranks
 from evenroute.dist.weights.expert_weights import ExpertWeights, LayerWeights
 from evenroute.dist.wire.messages import PROTOCOL_VERSION
+from evenroute.eplb.placement.placement import DIGEST_MASK
 
 LIMIT_S = 600.0  # ranks come here when their weights are loaded
 
@@ -31,6 +33,14 @@ def compare_weights(
     if weights.device.type == "cuda":
         tiny = torch.zeros(torch_dist.get_world_size(group), dtype=torch.int64, device=weights.device)
         torch_dist.all_to_all_single(torch.empty_like(tiny), tiny, group=group)
+
+
+def weights_digest(weights: ExpertWeights, settings: Mapping[str, object]) -> int:
+    """62-bit digest of what `compare_weights` compares, for members that meet in a collective."""
+    parts = [*settings.items(), ("slots", weights.num_local_slots), *_tensors(weights)]
+    text = repr([(str(name), str(value)) for name, value in parts])
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & DIGEST_MASK
 
 
 def _tensors(weights: ExpertWeights) -> Iterator[tuple[str, str]]:

@@ -76,7 +76,7 @@ class ChunkRunner:
 
     def __init__(self, group: torch_dist.ProcessGroup, device: torch.device, *, limit_s: float) -> None:
         self._group = group
-        self._rank = torch_dist.get_rank(group)
+        self._rank = group.rank()
         self._limit_s = limit_s
         self.cuda = device.type == "cuda"
         self._watchdog = StallWatchdog(limit_s) if self.cuda else None

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
+from evenroute.dist.groups import is_adopted
+
 
 class MigrationError(RuntimeError):
     """A transfer failed or outlasted its limit; names operation and layer. The job cannot go on."""
@@ -51,6 +53,8 @@ def post(moves: Sequence[Move], group: torch_dist.ProcessGroup, what: str) -> li
     Raises:
         MigrationError: the backend refuses (a peer is gone).
     """
+    if is_adopted(group):
+        return _post_adopted(moves, group, what)
     ops = [
         torch_dist.P2POp(
             torch_dist.isend if move.send else torch_dist.irecv,
@@ -64,6 +68,21 @@ def post(moves: Sequence[Move], group: torch_dist.ProcessGroup, what: str) -> li
         return []
     try:
         works: list[torch_dist.Work] = torch_dist.batch_isend_irecv(ops)
+    except RuntimeError as bad:
+        raise MigrationError(f"{what} failed: {bad}") from bad
+    return works
+
+
+def _post_adopted(moves: Sequence[Move], group: torch_dist.ProcessGroup, what: str) -> list[torch_dist.Work]:
+    """The same on a group that torch's registry does not know: `batch_isend_irecv` refuses it."""
+    batch = bool(moves) and moves[0].memory.device.type == "cuda"  # NCCL: sends and receives of one launch
+    works: list[torch_dist.Work] = []
+    try:
+        if batch:
+            group._start_coalescing(moves[0].memory.device)
+        works += [(group.send if one.send else group.recv)([one.memory], one.peer, 0) for one in moves]
+        if batch:
+            works = [group._end_coalescing(moves[0].memory.device)]
     except RuntimeError as bad:
         raise MigrationError(f"{what} failed: {bad}") from bad
     return works

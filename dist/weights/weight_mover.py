@@ -16,7 +16,7 @@ import numpy as np
 import torch.distributed as torch_dist
 from numpy.typing import NDArray
 
-from evenroute.dist.groups import require_group
+from evenroute.dist.groups import is_adopted, require_group
 from evenroute.dist.weights.agree import compare_weights
 from evenroute.dist.weights.chunks import ChunkRecord, ChunkRunner, pick_chunks
 from evenroute.dist.weights.exchange import MigrationError
@@ -93,7 +93,8 @@ class WeightMover:
         settings: dict[str, object] = dict(vars(self.config))
         settings["loader"] = "none" if loader is None else "given"
         settings["digest of resident"] = "none" if resident is None else f"{resident.digest():#x}"
-        compare_weights(weights, settings, group)
+        if not is_adopted(group):  # else the members have compared `weights_digest` as they came
+            compare_weights(weights, settings, group)
         self._buffers = StagingBuffers(weights, self.config.staging_bytes)
         self.num_buffers = self._buffers.num_buffers
         self._runner = ChunkRunner(group, weights.device, limit_s=self.config.transfer_limit_s)

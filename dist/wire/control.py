@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from evenroute.dist.wire.keys import LOCAL_ROLE
+from evenroute.dist.wire.membership import MembershipView, ScaleOrder
 from evenroute.dist.wire.messages import MessageError
 from evenroute.dist.wire.recording import (
     CONTROL_PROTOCOL,
@@ -85,6 +86,7 @@ Request: TypeAlias = (
     | RecordStop
     | RecordRead
     | PlansOrder
+    | ScaleOrder
     | RecordReport
     | TraceReport
 )
@@ -97,6 +99,7 @@ ALLOWED: dict[type, frozenset[str]] = {
     RecordStart: frozenset({LOCAL_ROLE, "operator"}),
     RecordStop: frozenset({LOCAL_ROLE, "operator"}),
     PlansOrder: frozenset({LOCAL_ROLE, "operator"}),
+    ScaleOrder: frozenset({LOCAL_ROLE, "operator"}),
     RecordReport: frozenset({LOCAL_ROLE, "rank"}),
     TraceReport: frozenset({LOCAL_ROLE, "rank"}),
 }
@@ -184,6 +187,7 @@ class RebalancerStatus(Struct, frozen=True, forbid_unknown_fields=True):
     paused: bool = False  # an operator has stopped the plans
     last_action: str = ""
     last_reason: str = ""
+    membership: MembershipView = MembershipView()  # of a job whose ranks come and go
     costs: str = ""  # what moves and imbalance cost, and whose figures these are, in one line
     slot_seconds: float | None = None  # that a moved slot costs its rank, ...
     step_seconds: float | None = None  # ... and a step of the last interval, as measured

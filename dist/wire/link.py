@@ -23,6 +23,7 @@ import zmq
 
 from evenroute.dist.wire.address import Address
 from evenroute.dist.wire.keys import LOCAL_ROLE, ClientKeys, ServerKeys, ZapHandler
+from evenroute.dist.wire.membership import MEMBER_TAG
 
 LINGER_MS = 500
 QUEUE_FRAMES = 16  # frames that wait for a peer that does not read
@@ -53,12 +54,14 @@ def raise_file_limit() -> int:
 
 
 class Received(NamedTuple):
-    """A frame from a peer; `control` frames come from operators and viewers, the others from ranks."""
+    """A frame from a peer; `control` frames come from operators and viewers, the others from ranks; `member` frames are
+    about who is in the job."""
 
     peer: bytes
     role: str
     control: bool
     frame: memoryview | bytes
+    member: bool = False
 
 
 class RouterLink:
@@ -121,24 +124,25 @@ class RouterLink:
             frames = [self.socket.recv(zmq.NOBLOCK, copy=False)]  # the parts of a message come together
             while frames[-1].more:
                 frames.append(self.socket.recv(zmq.NOBLOCK, copy=False))
-            control = len(frames) == 2 and frames[0].bytes == CONTROL_TAG
-            if len(frames) != 1 and not control:
+            tag = frames[0].bytes if len(frames) == 2 and len(frames[0].buffer) < 16 else b""
+            control, member = tag == CONTROL_TAG, tag == MEMBER_TAG
+            if len(frames) != 1 and not control and not member:
                 self.malformed += 1
                 continue
-            yield Received(peer, self._role(frames[-1]), control, frames[-1].buffer)
+            yield Received(peer, self._role(frames[-1]), control, frames[-1].buffer, member)
 
     def _role(self, frame: zmq.Frame) -> str:
         if self.zap is None:
             return LOCAL_ROLE
         return str(frame.get("User-Id"))
 
-    def send(self, peer: bytes, frame: bytes, *, control: bool = False) -> bool:
+    def send(self, peer: bytes, frame: bytes, *, control: bool = False, member: bool = False) -> bool:
         """Send, or drop and return False when the peer left or does not read."""
         more = zmq.NOBLOCK | zmq.SNDMORE
         try:
             self.socket.send(peer, more)
-            if control:
-                self.socket.send(CONTROL_TAG, more)
+            if control or member:
+                self.socket.send(CONTROL_TAG if control else MEMBER_TAG, more)
             self.socket.send(frame, zmq.NOBLOCK, copy=len(frame) < _COPIED_BYTES)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):

@@ -170,6 +170,23 @@ class EpochStore(StoreReader):
             values = (now, self.last_epoch() if epoch is None else epoch, kind, text)
             connection.execute("INSERT INTO events (time, epoch, kind, text) VALUES (?, ?, ?, ?)", values)
 
+    def add_event_after(self, kind: str, text: str, after: str | None, *, epoch: int, now: float) -> bool:
+        """Note an event if the last one of its kind has the text ``after`` (None: there is none); False if not."""
+        with self._transaction(epoch) as connection:
+            query = "SELECT text FROM events WHERE kind = ? ORDER BY id DESC LIMIT 1"
+            row = connection.execute(query, (kind,)).fetchone()
+            if (None if row is None else row[0]) != after:
+                return False
+            values = (now, epoch, kind, text)
+            connection.execute("INSERT INTO events (time, epoch, kind, text) VALUES (?, ?, ?, ?)", values)
+        return True
+
+    def events_of(self, kind: str) -> list[str]:
+        """Texts of all events of a kind, oldest first."""
+        with self._errors():
+            query = "SELECT text FROM events WHERE kind = ? ORDER BY id"
+            return [str(row[0]) for row in self._connection.execute(query, (kind,))]
+
     def set_setting(self, name: str, value: str, *, epoch: int | None) -> None:
         """Keep a value over restarts."""
         with self._transaction(epoch) as connection:

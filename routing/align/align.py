@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evenroute.eplb._checks import require_choice
+from evenroute.eplb._checks import require_bool, require_choice
 from evenroute.routing.align.plan import AlignBuffers, check_buffers, check_sizes, launch_align
 from evenroute.routing.settings.checks import ID_DTYPES, require_output, require_tensor
 
@@ -35,6 +35,7 @@ def moe_align_block_size(
     inverse: Tensor | None = None,
     out: AlignBuffers | None = None,
     backend: str = "auto",
+    pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort `ids` by expert into runs of whole blocks.
 
@@ -51,6 +52,8 @@ def moe_align_block_size(
     out             buffers of `AlignBuffers.allocate` for this shape
     backend         "auto": Triton on CUDA, plain torch elsewhere; "reference", "triton"; "interpret": the kernels on
                     CPU tensors under TRITON_INTERPRET=1, for tests
+    pdl             programmatic dependent launch (Hopper and later): starts while the launch before drains, best behind
+                    a router with `pdl=True`
 
     Returns (sorted_ids [capacity] int32, expert_ids [ceil(capacity / block_size)] int32, num_tokens_post_padded [1]
     int32). Flat indices rise inside an expert, the same in every run; the tails behind the total are `numel` and -1.
@@ -59,6 +62,7 @@ def moe_align_block_size(
     """
     _check_arguments(ids, block_size, num_experts, invalid, slot_histogram, cumsum, inverse, out)
     require_choice("backend", backend, BACKENDS)
+    require_bool("pdl", pdl)
     if backend == "triton" and not ids.is_cuda:
         raise ValueError(f"backend='triton' needs CUDA tensors, ids lie on {ids.device}")
     numel = ids.numel()
@@ -77,6 +81,7 @@ def moe_align_block_size(
         cumsum=cumsum,
         inverse=inverse,
         out=out,
+        pdl=pdl,
     )
     return out.sorted_ids, out.expert_ids, out.num_tokens_post_padded
 
@@ -91,6 +96,7 @@ def moe_align_block_size_torch(
     cumsum: Tensor | None,
     inverse: Tensor | None,
     out: AlignBuffers,
+    pdl: bool = False,
 ) -> None:
     """`launch_align` in plain torch: the path on CPU and the kernels' reference. It needs no `slot_histogram`."""
     numel, device, flat = flat.numel(), flat.device, flat.to(torch.int64)

@@ -86,6 +86,7 @@ def align_once_kernel(
     DROP: tl.constexpr,
     HAS_CUMSUM: tl.constexpr,
     HAS_INVERSE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One launch: every program counts the whole batch and places the elements of its own OWN buckets.
 
@@ -102,6 +103,9 @@ def align_once_kernel(
     bins = tl.arange(0, BINS)
     if SHARED:
         base = shared_zeros(program, bins, tl.arange(0, OWN * (N // 32)), BINS, DECLARE)
+    if PDL:  # what is above does not need the launch before
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     bucket = _buckets(tl.load(ids_ptr + index, mask=inside, other=-1), num_experts, inside)
     own = bucket - first
     mine = inside & (own >= 0) & (own < OWN) & (bucket > 0)
@@ -187,11 +191,14 @@ def count_kernel(
     BINS: tl.constexpr,
     FILL: tl.constexpr,
     ATOMIC: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Counts per bucket of one chunk -> chunk_counts [chunks, num_experts + 1]; fills sorted_ids with `numel`."""
     chunk = tl.program_id(0)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = index < numel
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     bucket = _buckets(tl.load(ids_ptr + index, mask=inside, other=-1), num_experts, inside)
     bins = tl.arange(0, BINS)
     row = chunk_counts + chunk.to(tl.int64) * (num_experts + 1)

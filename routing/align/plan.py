@@ -128,6 +128,12 @@ class _Launch:
     cumsum: Tensor | None
     inverse: Tensor | None
     out: AlignBuffers
+    pdl: bool
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Of the first launch."""
+        return {"PDL": True, "launch_pdl": True} if self.pdl and self.flat.is_cuda else {"PDL": False}
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
@@ -161,12 +167,13 @@ def launch_align(
     out: AlignBuffers,
     inverse: Tensor | None = None,
     plan: AlignPlan | None = None,
+    pdl: bool = False,
 ) -> None:
     """Enqueue the kernels for `flat` [numel] ids on the current stream (`plan`: for tests and benchmarks)."""
     plan = plan or plan_align(flat.numel(), num_experts)
     needed = plan.scratch_words(num_experts)
     assert out.scratch.numel() >= needed, (out.scratch.numel(), needed)
-    launch = _Launch(flat, num_experts, block_size, drop, slot_histogram, cumsum, inverse, out)
+    launch = _Launch(flat, num_experts, block_size, drop, slot_histogram, cumsum, inverse, out, pdl)
     (_launch_once if plan.kind == "once" else _launch_chunks)(launch, plan)
 
 
@@ -196,6 +203,7 @@ def _launch_once(launch: _Launch, plan: AlignPlan) -> None:
         FILL=256,
         num_warps=plan.warps,
         **launch.flags,
+        **launch.options,
     )
 
 
@@ -218,6 +226,7 @@ def _launch_chunks(launch: _Launch, plan: AlignPlan) -> None:
         FILL=1024,
         ATOMIC=launch.bins > 512,
         num_warps=plan.warps,
+        **launch.options,
     )
     scan_kernel[(-(-width // 16),)](
         chunk_counts, totals, plan.num_chunks, launch.num_experts, ROWS=128, COLUMNS=16, num_warps=4

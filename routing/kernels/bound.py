@@ -209,7 +209,10 @@ def candidate_at(row, source, place, taken, LAYOUT: tl.constexpr, SCORE: tl.cons
     else:
         place = source * LAYOUT.per_lane + place
     expert = tl.where(taken, expert_at(place, LAYOUT), 0)
-    x = clean_logit(tl.load(row.logits + expert, mask=taken & row.exists, other=float("-inf")), SCORE)
+    x = clean_logit(
+        tl.load(tl.max_contiguous(row.logits + expert, [2, 1]), mask=taken & row.exists, other=float("-inf")),
+        SCORE,
+    )
     key = base_key(x, row.largest, row.denominator, SCORE)
     if SCORE.any_bias:
         key += bias_at(row.bias, row.marked_bias, row.marked, expert, taken, SCORE)

@@ -28,17 +28,27 @@ def hash_to(hashes, count):
 def share_by_hash(threshold_ptr, offset, count, uneven, hashes, depth):
     """Number of cumulative shares at or below the draw: replicas in planned shares. depth: `replica_depth`."""
     draw = hash_to(hashes, tl.full(hashes.shape, SHARE_TOTAL, tl.uint32))
-    bound = tl.load(threshold_ptr + offset, mask=uneven & (count > 1), other=SHARE_TOTAL)
+    bound = tl.load(
+        tl.max_contiguous(threshold_ptr + offset, [2, 1]), mask=uneven & (count > 1), other=SHARE_TOTAL
+    )
     chosen = (bound <= draw).to(tl.int32)
     if depth > 0:
         for i in tl.static_range(1, 3):
-            bound = tl.load(threshold_ptr + offset + i, mask=uneven & (i < count - 1), other=SHARE_TOTAL)
+            bound = tl.load(
+                tl.max_contiguous(threshold_ptr + offset + i, [2, 1]),
+                mask=uneven & (i < count - 1),
+                other=SHARE_TOTAL,
+            )
             chosen += (bound <= draw).to(tl.int32)
     if depth > 1:
         i = 3
         longest = tl.max(tl.where(uneven, count, 1))
         while i < longest - 1:
-            bound = tl.load(threshold_ptr + offset + i, mask=uneven & (i < count - 1), other=SHARE_TOTAL)
+            bound = tl.load(
+                tl.max_contiguous(threshold_ptr + offset + i, [2, 1]),
+                mask=uneven & (i < count - 1),
+                other=SHARE_TOTAL,
+            )
             chosen += (bound <= draw).to(tl.int32)
             i += 1
     return chosen
@@ -69,14 +79,18 @@ def share_by_ticket(tables_ptr, threshold_ptr, offset, count, uneven, ticket, sh
     if depth > 0:
         # Three or four replicas: a half that has two.
         live = uneven & (count <= 4) & (count > 2) & (left | (count > 3))
-        inner = tl.load(threshold_ptr + offset + replica, mask=live, other=0) - tl.where(left, 0, share)
+        inner = tl.load(
+            tl.max_contiguous(threshold_ptr + offset + replica, [2, 1]), mask=live, other=0
+        ) - tl.where(left, 0, share)
         total = tl.where(left, share, SHARE_TOTAL - share)
         inner_left, _ = split_turn(turn, tl.where(live, inner, 0), tl.maximum(total, 1).to(tl.uint32))
         replica += (live & (inner_left == 0)).to(tl.int32)
         if depth > 1:
             live = uneven & (count > 4)
             bits = tl.where(count <= 16, 2, tl.where(count <= 256, 3, 4))  # log2 of an entry's
-            word = tl.load(tables_ptr + begin + (ticket >> (5 - bits)), mask=live, other=0)
+            word = tl.load(
+                tl.max_contiguous(tables_ptr + begin + (ticket >> (5 - bits)), [2, 1]), mask=live, other=0
+            )
             shift = (ticket & ((32 >> bits) - 1)) << bits
             entry = (word >> shift) & ((1 << (1 << bits)) - 1)
             replica = tl.where(live, entry, replica)
@@ -91,7 +105,9 @@ def replicas_of(tables_ptr, expert, pay, valid, CONSTANTS: tl.constexpr):
         count = (pay >> 1) & 0x7F
         uneven = (pay & 1) != 0
     else:
-        span = tl.load(tables_ptr + CONSTANTS.table.replica_span + expert, mask=valid, other=2)
+        span = tl.load(
+            tl.max_contiguous(tables_ptr + CONSTANTS.table.replica_span + expert, [2, 1]), mask=valid, other=2
+        )
         offset = span >> 11
         count = (span >> 1) & 0x3FF
         uneven = (span & 1) != 0
@@ -111,16 +127,16 @@ def draw_tickets(tables_ptr, tickets_ptr, expert, replicas, valid, counted, CONS
     step = tl.full(expert.shape, 4294967297 if COUNTING.counts else 1, tl.int64)
     if COUNTING.by_row or COUNTING.by_flag:
         step = tl.where(counted, step, 1)
-    word = tl.atomic_add(address, step, mask=valid, sem="relaxed")
+    word = tl.atomic_add(tl.max_contiguous(address, [2, 1]), step, mask=valid, sem="relaxed")
     loaded = (0, 0, 0)
     if CONSTANTS.mode.weighted:
         offset, count, uneven = replicas
         depth = tl.load(tables_ptr + CONSTANTS.table.replica_depth)
         place = offset + (count + 1) // 2 - 1
         thresholds = tables_ptr + CONSTANTS.table.replica_threshold
-        share = tl.load(thresholds + place, mask=uneven & (count <= 4), other=0)
+        share = tl.load(tl.max_contiguous(thresholds + place, [2, 1]), mask=uneven & (count <= 4), other=0)
         sequences = tables_ptr + CONSTANTS.table.replica_sequence
-        begin = tl.load(sequences + expert, mask=uneven & (count > 4), other=0)
+        begin = tl.load(tl.max_contiguous(sequences + expert, [2, 1]), mask=uneven & (count > 4), other=0)
         loaded = (depth, share, begin)
     return word, loaded
 
@@ -162,4 +178,27 @@ def pick_slots(
             depth = tl.load(tables_ptr + TABLE.replica_depth)
             shared = share_by_hash(thresholds, offset, count, uneven, hashes, depth)
             replica = tl.where(uneven, shared, replica)
-    return tl.load(tables_ptr + TABLE.replica_slot + offset + replica, mask=valid, other=0)
+    return tl.load(
+        tl.max_contiguous(tables_ptr + TABLE.replica_slot + offset + replica, [2, 1]), mask=valid, other=0
+    )
+
+
+@triton.jit
+def mark_batch(batch_ptr, chunks, row, expert, valid, num_tokens, CONSTANTS: tl.constexpr):
+    """Note which rows name which experts, for the launch that deals this batch; see `batch.state.BatchState`."""
+    E: tl.constexpr = CONSTANTS.plan.layout.experts
+    buffer = tl.load(batch_ptr)
+    counts = batch_ptr + 32 + buffer * (chunks // 8) * E
+    bits = batch_ptr + 32 + (2 * (chunks // 8) + buffer * chunks) * E
+    row = row.to(tl.int32)
+    bit = tl.full(expert.shape, 1, tl.int32) << (row % 32)
+    address = tl.max_contiguous(bits + (row // 32) * E + expert, [2, 1])
+    if CONSTANTS.source == "logits":
+        tl.atomic_or(address, bit, mask=valid, sem="relaxed")
+    else:  # a row may name an expert twice
+        valid &= (tl.atomic_or(address, bit, mask=valid, sem="relaxed") & bit) == 0
+    address = tl.max_contiguous(counts + (row // 256) * E + expert, [2, 1])
+    tl.atomic_add(address, 1, mask=valid, sem="relaxed")
+    if tl.program_id(0) == 0:
+        tl.store(batch_ptr + 1, buffer)
+        tl.store(batch_ptr + 2 + buffer, num_tokens)

@@ -133,7 +133,17 @@ def _add_parts(
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["num_tokens", "bias_stride", "vocab", "row_offset", "rank_salt", "ep_rank"])
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "bias_stride",
+        "vocab",
+        "row_offset",
+        "rank_salt",
+        "ep_rank",
+        "batch_chunks",
+    ]
+)
 def gate_route(
     hidden_ptr,
     weight_ptr,
@@ -149,6 +159,7 @@ def gate_route(
     row_offset,
     rank_salt,
     ep_rank,
+    batch_chunks,
     CONSTANTS: tl.constexpr,
     GATE: tl.constexpr,
 ):
@@ -172,5 +183,6 @@ def gate_route(
                 row_offset,
                 rank_salt,
                 ep_rank,
+                batch_chunks,
                 CONSTANTS,
             )

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from importlib.metadata import version
 
 from evenroute.routing.kernels.types import LaunchPlan, Layout
 from evenroute.routing.settings.config import RouterConfig
 
 LANES = 32
-# With several warps a program only Triton 3.6 keeps a row's lanes in one warp; 3.7.1 sends reductions and gathers
-# through shared memory (48-57 barriers in its code for sm_90, none with one warp).
-WARPS_SHARE_A_PROGRAM = version("triton").split(".")[:2] == ["3", "6"]
+CLASS_ROWS = (256, 4096)  # the last batch sizes of the first two classes
 
 
 def _power_of_two(number: int) -> int:
@@ -79,9 +76,18 @@ def fits_codes(config: RouterConfig, chunks: int, group: int, group_lanes: int) 
     return chunks == 1 or (chunks == 2 and group_lanes >= 2 and config.topk_group * group <= 128)
 
 
-@lru_cache(maxsize=256)
+def size_class(num_tokens: int) -> int:
+    """0 up to 256 rows, 1 up to 4096, 2 above: all that a launch's form knows of T, so that few are compiled."""
+    return (num_tokens > CLASS_ROWS[0]) + (num_tokens > CLASS_ROWS[1])
+
+
 def plan_launch(config: RouterConfig, num_tokens: int) -> LaunchPlan:
-    """Plan for T rows; only the class of T matters (to 256, to 4096, above), so that few variants are compiled."""
+    """Plan for T rows, the same for all of a size class."""
+    return _plan_class(config, (*CLASS_ROWS, 8192)[size_class(num_tokens)])
+
+
+@lru_cache(maxsize=256)
+def _plan_class(config: RouterConfig, num_tokens: int) -> LaunchPlan:
     size = 256 if num_tokens <= 256 else 8192
     if config.grouped:
         group = max(4, _power_of_two(config.num_experts // config.num_groups))
@@ -99,8 +105,6 @@ def plan_launch(config: RouterConfig, num_tokens: int) -> LaunchPlan:
         depth = 0
         segments, slots = bound_layout(config.top_k, per_lane, used)
     rows, warps, registers = program_shape(per_lane, num_tokens)
-    if not WARPS_SHARE_A_PROGRAM:
-        rows, warps, registers = 1, 1, registers if warps == 1 else None
     # One wave; and rows by bound of few registers, which wait for reductions either way.
     early = num_tokens <= 4096 or (by_bound and per_lane <= 16)
     layout = Layout(
@@ -112,6 +116,8 @@ def plan_launch(config: RouterConfig, num_tokens: int) -> LaunchPlan:
         group_pad=group,
         group_lanes=group_lanes,
         rows=rows,
+        per_lane=per_lane,
+        ragged=per_lane * LANES != config.num_experts,
     )
     return LaunchPlan(
         layout,
@@ -131,6 +137,9 @@ def plan_launch(config: RouterConfig, num_tokens: int) -> LaunchPlan:
 def program_shape(per_lane: int, num_tokens: int) -> tuple[int, int, int | None]:
     """(rows, warps, registers a thread) of a program, one row a warp: measured on one H200.
 
+    A row's lanes stay in one warp only if the compiler lays lanes out before rows. From Triton 3.7 on it sorts
+    dimensions by contiguity and takes the last of equals first, so loads and atomics say (`tl.max_contiguous`) that
+    lanes come before rows; without that its code for sm_90 has 35 to 57 barriers, with it none.
     Several warps a program save launches; lists that can run out, and candidates that may not fit, then have to agree
     across warps, which costs more. More rows a warp, and programs that go on to further rows, never paid.
     """

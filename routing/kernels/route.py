@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from evenroute.routing.kernels.choose import choose_best
-from evenroute.routing.kernels.deal import draw_tickets, pick_slots, replicas_of, ticket_of
+from evenroute.routing.kernels.deal import draw_tickets, mark_batch, pick_slots, replicas_of, ticket_of
 from evenroute.routing.kernels.outputs import order_by_payload, publish_histogram, store_columns
 from evenroute.routing.kernels.rows import ID_SHIFT, LAST_EXPERT, bias_at, softmax_parts
 from evenroute.routing.kernels.scores import FLOAT_MAX, clean_logit, inverse_key, reciprocal, score_of
@@ -25,7 +25,7 @@ def cached(table_ptr, lane, WIDTH: tl.constexpr):
     found = lane >= 0
     for part in tl.static_range((WIDTH + 255) // 256):
         word = part * 256 + lane * 8
-        found &= tl.load(table_ptr + word, mask=word < WIDTH, other=0) >= 0
+        found &= tl.load(tl.max_contiguous(table_ptr + word, [2, 1]), mask=word < WIDTH, other=0) >= 0
     return found
 
 
@@ -42,7 +42,7 @@ def start(tables_ptr, seed_ptr, rank_salt, lane, CONSTANTS: tl.constexpr):
         seed = tl.load(seed_ptr)
         salt = salt + seed.to(tl.uint32) * 0x27D4EB2F
         started &= seed >= 0  # always: seeds are not negative
-    if CONSTANTS.plan.early and MODE.pick != "slot":
+    if CONSTANTS.plan.early and MODE.pick != "slot" and MODE.pick != "batch":
         started &= cached(tables_ptr + TABLE.replica_slot, lane, slots)
         if MODE.weighted:
             started &= cached(tables_ptr + TABLE.replica_threshold, lane, slots)
@@ -63,11 +63,13 @@ def given_payloads(row, given, routed, CONSTANTS: tl.constexpr):
     take = routed & row.exists
     if CONSTANTS.source == "given":
         place = row.number * CONSTANTS.given_width + row.lane
-        expert = tl.load(given.ids + place, mask=take, other=-1).to(tl.int64)
+        expert = tl.load(tl.max_contiguous(given.ids + place, [2, 1]), mask=take, other=-1).to(tl.int64)
     else:
         token = tl.load(given.token_ids + row.number, mask=row.exists, other=-1).to(tl.int64)
         known = take & (token >= 0) & (token < given.vocab)
-        expert = tl.load(given.table + token * K + row.lane, mask=known, other=-1).to(tl.int64)
+        expert = tl.load(
+            tl.max_contiguous(given.table + token * K + row.lane, [2, 1]), mask=known, other=-1
+        ).to(tl.int64)
     inside = take & (expert >= 0) & (expert < CONSTANTS.plan.layout.experts)
     expert = tl.where(inside, expert, 0).to(tl.int32)
     return tl.where(inside, ((LAST_EXPERT - expert) << ID_SHIFT) | (63 - row.lane), -1)
@@ -77,7 +79,7 @@ def given_payloads(row, given, routed, CONSTANTS: tl.constexpr):
 def given_weights(row, given, pay, valid, CONSTANTS: tl.constexpr):
     """Weights that the caller gave, NaN and negative ones as 0."""
     place = row.number * CONSTANTS.given_width + (63 - (pay & 63))
-    weight = tl.load(given.weights + place, mask=valid, other=0.0).to(tl.float32)
+    weight = tl.load(tl.max_contiguous(given.weights + place, [2, 1]), mask=valid, other=0.0).to(tl.float32)
     return tl.where((weight != weight) | (weight < 0.0), 0.0, tl.minimum(weight, FLOAT_MAX))
 
 
@@ -91,7 +93,9 @@ def weigh(row, best_key, expert, valid, CONSTANTS: tl.constexpr):
     if keys_here and SCORE.scoring == "softmax" and not SCORE.any_bias:
         x = tl.where(valid & (best_key >= INFINITY_IMAGE), inverse_key(best_key), float("-inf"))
     else:
-        x = clean_logit(tl.load(row.logits + expert, mask=valid, other=float("-inf")), SCORE)
+        x = clean_logit(
+            tl.load(tl.max_contiguous(row.logits + expert, [2, 1]), mask=valid, other=float("-inf")), SCORE
+        )
         x = tl.where(valid, x, float("-inf"))
     largest = row.largest
     if SCORE.scoring == "softmax" and not CONSTANTS.needs_sum:
@@ -142,13 +146,15 @@ def finished(weight, CONSTANTS: tl.constexpr):
 def store_routed(out, row, slot, weight, expert, routed, valid, ep_rank, CONSTANTS: tl.constexpr):
     """Write the K routed columns."""
     COLUMNS: tl.constexpr = CONSTANTS.columns
-    EMIT: tl.constexpr = COLUMNS.emit
-    rank = slot // COLUMNS.local_slots
-    local = slot - rank * COLUMNS.local_slots
-    here = tl.where(rank == ep_rank, local, -1)
+    EMIT: tl.constexpr = COLUMNS.routed
     physical = slot
-    if COLUMNS.shared_per_rank:
-        physical = slot + rank * COLUMNS.shared
+    here = slot
+    if CONSTANTS.mode.pick != "batch":
+        rank = slot // COLUMNS.local_slots
+        local = slot - rank * COLUMNS.local_slots
+        here = tl.where(rank == ep_rank, local, -1)
+        if COLUMNS.shared_per_rank:
+            physical = slot + rank * COLUMNS.shared
     index = row.number * (CONSTANTS.plan.top_k + COLUMNS.shared) + row.lane
     huge: tl.constexpr = CONSTANTS.source == "given" or CONSTANTS.weighing.scale > 1e15
     store_columns(out, index, routed & row.exists, valid, weight, physical, expert, here, EMIT, huge)
@@ -167,10 +173,15 @@ def store_shared(out, row, given, ep_rank, CONSTANTS: tl.constexpr):
     mask, valid = (shared < S) & row.exists, (shared < S) & row.live
     whole: tl.constexpr = CONSTANTS.source == "given" and CONSTANTS.given_width > CONSTANTS.plan.top_k
     if whole:
-        chosen = tl.load(given.ids + index, mask=valid, other=-1).to(tl.int64) - CONSTANTS.plan.layout.experts
+        chosen = (
+            tl.load(tl.max_contiguous(given.ids + index, [2, 1]), mask=valid, other=-1).to(tl.int64)
+            - CONSTANTS.plan.layout.experts
+        )
         valid &= (chosen >= 0) & (chosen < S)
         shared = tl.where(valid, chosen, 0).to(tl.int32)
-        weight = tl.load(given.weights + index, mask=valid, other=0.0).to(tl.float32)
+        weight = tl.load(tl.max_contiguous(given.weights + index, [2, 1]), mask=valid, other=0.0).to(
+            tl.float32
+        )
         weight = tl.where((weight != weight) | (weight < 0.0), 0.0, tl.minimum(weight, FLOAT_MAX))
     if COLUMNS.shared_per_rank:
         slot = ep_rank * (COLUMNS.local_slots + S) + COLUMNS.local_slots + shared
@@ -181,7 +192,8 @@ def store_shared(out, row, given, ep_rank, CONSTANTS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "vocab", "row_offset", "rank_salt", "ep_rank"],
+    do_not_specialize=["num_tokens", "vocab", "row_offset", "rank_salt", "ep_rank", "batch_chunks"],
+    do_not_specialize_on_alignment=["num_valid_ptr", "count_ptr"],  # one word, anywhere
 )
 def route(
     weights_ptr,
@@ -205,6 +217,7 @@ def route(
     count_ptr,
     seed_ptr,
     tables_ptr,
+    batch_ptr,
     num_tokens,
     row_stride,
     bias_stride,
@@ -212,11 +225,13 @@ def route(
     row_offset,
     rank_salt,
     ep_rank,
+    batch_chunks,
     CONSTANTS: tl.constexpr,
 ):
     """CONSTANTS: `RouteConstants`. Experts, weights, tickets, slots, then everything is stored."""
     if CONSTANTS.pdl:
         tl.extra.cuda.gdc_wait()
+    if CONSTANTS.pdl or CONSTANTS.overlap:
         tl.extra.cuda.gdc_launch_dependents()
     PLAN: tl.constexpr = CONSTANTS.plan
     LAYOUT: tl.constexpr = PLAN.layout
@@ -272,7 +287,9 @@ def route(
         expert = LAST_EXPERT - (pay >> ID_SHIFT)
     expert = tl.where(valid, expert, 0)
 
-    if MODE.pick != "slot":
+    if MODE.pick == "batch":
+        mark_batch(batch_ptr, batch_chunks, row.number, expert, valid, num_tokens, CONSTANTS)
+    elif MODE.pick != "slot":
         replicas = replicas_of(tables_ptr, expert, pay, valid, CONSTANTS)
     if MODE.pick == "ticket":
         word, loaded = draw_tickets(tables_ptr, tickets_ptr, expert, replicas, valid, counted, CONSTANTS)
@@ -285,7 +302,13 @@ def route(
     if MODE.pick == "slot":
         slot = pay & 0xFFFFF
         if not CONSTANTS.carries_payload:
-            slot = tl.load(tables_ptr + CONSTANTS.table.static_slot + expert, mask=valid, other=0)
+            slot = tl.load(
+                tl.max_contiguous(tables_ptr + CONSTANTS.table.static_slot + expert, [2, 1]),
+                mask=valid,
+                other=0,
+            )
+    elif MODE.pick == "batch":
+        slot = expert  # the second launch finds it
     else:
         ticket = expert
         if MODE.pick == "ticket":
@@ -297,10 +320,10 @@ def route(
         )
     if CONSTANTS.counting.counts and MODE.pick != "ticket":  # tickets count by themselves
         counter = counts_ptr + (pid % CONSTANTS.counting.copies) * LAYOUT.experts + expert
-        tl.atomic_add(counter, 1, mask=valid & counted, sem="relaxed")
+        tl.atomic_add(tl.max_contiguous(counter, [2, 1]), 1, mask=valid & counted, sem="relaxed")
 
     store_routed(out, row, slot, weight, expert, routed, valid, ep_rank, CONSTANTS)
     if COLUMNS.shared > 0:
         store_shared(out, row, given, ep_rank, CONSTANTS)
-    if COLUMNS.emit.slot_histogram:
+    if COLUMNS.routed.slot_histogram:
         publish_histogram(histogram_ptr, scratch_ptr, COLUMNS.buckets, 128)

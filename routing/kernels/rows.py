@@ -57,7 +57,8 @@ def load_chunk(logits, exists, chunk, LAYOUT: tl.constexpr, SCORE: tl.constexpr)
     mask = tl.broadcast_to(exists[:, :, None], [32, LAYOUT.rows, 4])
     if LAYOUT.ragged:
         mask = mask & present
-    pointer = logits[:, :, None] + expert
+    # Tells the compiler to lay lanes out first: see `plan`.
+    pointer = tl.max_contiguous(logits[:, :, None] + expert, [2, 1, 4])
     return clean_logit(tl.load(pointer, mask=mask, other=float("-inf")), SCORE)
 
 
@@ -94,11 +95,19 @@ def softmax_parts(logits, exists, LAYOUT: tl.constexpr, SCORE: tl.constexpr):
 def bias_at(bias, marked_bias, marked, expert, mask, SCORE: tl.constexpr):
     """fp32 bias at `expert`, from the plain or the marked one."""
     if SCORE.plain_bias:
-        value = tl.load(bias + expert, mask=mask, other=0.0).to(tl.float32)
+        if len(mask.shape) == 2:
+            pointer = tl.max_contiguous(bias + expert, [2, 1])
+        else:
+            pointer = tl.max_contiguous(bias + expert, [2, 1, 4])
+        value = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
     else:
         value = tl.zeros(mask.shape, tl.float32)
     if SCORE.marked_bias:
-        other = tl.load(marked_bias + expert, mask=mask & marked, other=0.0).to(tl.float32)
+        if len(mask.shape) == 2:
+            pointer = tl.max_contiguous(marked_bias + expert, [2, 1])
+        else:
+            pointer = tl.max_contiguous(marked_bias + expert, [2, 1, 4])
+        other = tl.load(pointer, mask=mask & marked, other=0.0).to(tl.float32)
         value = tl.where(marked, other, value)
     return value
 
@@ -152,7 +161,11 @@ def chunk_images(row, chunk, LAYOUT: tl.constexpr, SCORE: tl.constexpr):
 def payload_of(payloads, expert, mask, SCORE: tl.constexpr):
     """Inverted id above what the tables say of the expert; -1 where masked."""
     if SCORE.payload:
-        return tl.load(payloads + expert, mask=mask, other=-1)
+        if len(mask.shape) == 2:
+            pointer = tl.max_contiguous(payloads + expert, [2, 1])
+        else:
+            pointer = tl.max_contiguous(payloads + expert, [2, 1, 4])
+        return tl.load(pointer, mask=mask, other=-1)
     else:
         return tl.where(mask, (LAST_EXPERT - expert) << ID_SHIFT, -1)
 

@@ -1,5 +1,6 @@
 """What the kernels are compiled for, and what a program knows of its rows: tuples with names.
 
+Fields alone: from Triton 3.8 on a constant that is handed to a step keeps its fields and loses its properties.
 `RouteConstants` is the one constant of `route`; its parts are handed on to the steps that need them. `RowTile` is made
 inside the kernel and holds tensors.
 """
@@ -20,6 +21,8 @@ class Layout(NamedTuple):
     chunks              of a row
     group_pad, group_lanes  padded size of a group and the lanes that hold it; 0 and 1 without groups
     rows                of a program
+    per_lane            places of a lane: 4 * chunks
+    ragged              whether some places hold no expert
     """
 
     experts: int
@@ -30,16 +33,8 @@ class Layout(NamedTuple):
     group_pad: int
     group_lanes: int
     rows: int
-
-    @property
-    def per_lane(self) -> int:
-        """Places of a lane."""
-        return self.chunks * 4
-
-    @property
-    def ragged(self) -> bool:
-        """Whether some places hold no expert."""
-        return self.chunks * 128 != self.experts
+    per_lane: int
+    ragged: bool
 
 
 class LaunchPlan(NamedTuple):
@@ -73,6 +68,7 @@ class Score(NamedTuple):
     plain_bias, marked_bias   which biases there are
     bias_on_score             they are added to softmax's probabilities
     payload                   what the tables say of an expert fits beside its inverted id
+    any_bias                  one of the two
     """
 
     scoring: str
@@ -81,10 +77,7 @@ class Score(NamedTuple):
     marked_bias: bool
     bias_on_score: bool
     payload: bool
-
-    @property
-    def any_bias(self) -> bool:
-        return self.plain_bias or self.marked_bias
+    any_bias: bool
 
 
 class Weighing(NamedTuple):
@@ -107,6 +100,8 @@ class TableColumns(NamedTuple):
     static_payload: int
     replica_sequence: int
     replica_depth: int
+    physical_to_logical: int
+    slot_entry: int
 
 
 class Counting(NamedTuple):
@@ -136,7 +131,11 @@ class Emit(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The output's columns: S shared ones behind the routed, numbers of slots, and what is emitted."""
+    """The output's columns: S shared ones behind the routed, numbers of slots, and what is emitted.
+
+    emit, routed   of the shared columns, and of the routed ones: a second launch may still have to deal these
+    shared_pad     S rounded up to a power of two
+    """
 
     shared: int
     shared_weight: float
@@ -145,11 +144,8 @@ class Columns(NamedTuple):
     num_slots: int
     buckets: int
     emit: Emit
-
-    @property
-    def shared_pad(self) -> int:
-        """S rounded up to a power of two."""
-        return 1 << max(self.shared - 1, 0).bit_length()
+    routed: Emit
+    shared_pad: int
 
 
 class RouteConstants(NamedTuple):
@@ -160,6 +156,9 @@ class RouteConstants(NamedTuple):
     padding  there is a number of valid rows
     given_width   columns of the given ids and weights: K, or K + S with the shared ones
     pdl      programmatic dependent launch
+    overlap  the launch that deals this batch may start early
+    needs_sum        softmax's denominator over the whole row is needed: chosen scores alone do not give the weights
+    carries_payload  the choice brings along what the tables say of each expert; payload_column: where that lies
     """
 
     source: str
@@ -173,23 +172,21 @@ class RouteConstants(NamedTuple):
     padding: bool
     given_width: int
     pdl: bool
+    overlap: bool
+    needs_sum: bool
+    carries_payload: bool
+    payload_column: int
 
-    @property
-    def needs_sum(self) -> bool:
-        """Whether softmax's denominator over the whole row is needed: chosen scores alone do not give the weights."""
-        if self.score.scoring != "softmax" or self.source == "given":
-            return False
-        plain = self.weighing.renormalize and self.weighing.epsilon == 0.0 and self.source == "logits"
-        return self.score.any_bias or not plain
 
-    @property
-    def carries_payload(self) -> bool:
-        """Whether the choice also carries each expert's table entry."""
-        return self.score.payload and self.source == "logits"
+def needs_sum(source: str, layout: Layout, score: Score, weighing: Weighing) -> bool:
+    """`RouteConstants.needs_sum`.
 
-    @property
-    def payload_column(self) -> int:
-        return self.table.static_payload if self.mode.pick == "slot" else self.table.replica_payload
+    By the sum of two a group may be dropped that holds the row's largest logit, beside which the chosen ones are 0.
+    """
+    if score.scoring != "softmax" or source == "given":
+        return False
+    plain = weighing.renormalize and weighing.epsilon == 0.0 and source == "logits"
+    return score.any_bias or not plain or (layout.kept > 0 and layout.top2)
 
 
 class RowTile(NamedTuple):

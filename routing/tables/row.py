@@ -25,6 +25,7 @@ FIELDS = (
     "static_payload",
     "replica_sequence",
     "replica_depth",
+    "slot_entry",
 )
 
 
@@ -100,6 +101,7 @@ def _fill(  # type: ignore[no-untyped-def]
     fixed,
     sequence,
     depth,
+    slot_entry,
 ):
     depth[0] = 0
     num_slots, num_experts = len(slots), len(span)
@@ -117,6 +119,7 @@ def _fill(  # type: ignore[no-untyped-def]
         entry = place[slots[p]]
         place[slots[p]] += 1
         slot[entry] = p
+        slot_entry[p] = entry
         ranks[entry] = p // local
     for expert in range(num_experts):
         first, last = offset[expert], offset[expert + 1]

@@ -42,6 +42,7 @@ class DispatchTables:
         replica_sequence [L, E]    for uneven shares over more than four replicas: where the order of its tickets lies
                                    (`ticket_sequence.py`), in words from the start of the layer's row; else 0
         replica_depth [L, 1]       0: no uneven expert has more than two replicas; 1: none more than four; 2: some have
+        slot_entry [L, P]          where a slot stands in replica_slot
 
     Memory: 4 (4 P + 6 E) bytes a layer, and 8 KiB for every redundant slot for the orders, were all experts to need one
     (58 layers of 256 experts in 288 slots: 16 MB). Orders are made (1 ms an expert, kept by shares) once a router deals
@@ -63,6 +64,7 @@ class DispatchTables:
     static_payload: Tensor
     replica_sequence: Tensor
     replica_depth: Tensor
+    slot_entry: Tensor
 
     def __init__(self, placement: Placement, *, ep_rank: int, device: torch.device | str) -> None:
         require_instance("placement", placement, Placement)
@@ -95,6 +97,7 @@ class DispatchTables:
             "physical_to_logical": slots,
             "replica_sequence": experts,
             "replica_depth": 1,
+            "slot_entry": slots,
         }
         self.columns: dict[str, slice] = {}
         start = 0
@@ -127,6 +130,11 @@ class DispatchTables:
         self._rows = self._host.numpy()
         self._fields = [{name: row[part] for name, part in self.columns.items()} for row in self._rows]
         self._copied: list[torch.cuda.Event | None] = [None] * self.num_layers
+
+    def layer_row(self, layer: int, num_tokens: int) -> Tensor:
+        """The columns of a layer that a batch of T rows is dispatched by, in one row; its pointer is stable."""
+        row: Tensor = self.layer_rows[layer]
+        return row
 
     def load(self, placement: Placement) -> None:
         """Take over a placement of the same shape; raises ValueError for another shape."""

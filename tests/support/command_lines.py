@@ -115,6 +115,7 @@ def parse_any(argv: list[str]) -> None:
 def all_flags() -> set[str]:
     """Every long flag of every command, and of the stress run."""
     from evenroute.tools.bench import planner
+    from evenroute.tools.bench.options import elastic_parser
     from evenroute.tools.stress.options import build_parser
 
     flags: set[str] = {"--help", "--nproc-per-node"}
@@ -126,7 +127,7 @@ def all_flags() -> set[str]:
             walk(child)
 
     walk(command_tree())
-    for parser in (build_parser(), planner.build_parser()):
+    for parser in (build_parser(), planner.build_parser(), elastic_parser()):
         for action in parser._actions:
             flags.update(action.option_strings)
     return {flag for flag in flags if flag.startswith("--")}

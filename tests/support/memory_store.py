@@ -130,3 +130,14 @@ class MemoryStore:
     def add_event(self, kind: str, text: str, *, epoch: int | None, now: float) -> None:
         self.check(epoch)
         self.events.append((kind, text))
+
+    def add_event_after(self, kind: str, text: str, after: str | None, *, epoch: int, now: float) -> bool:
+        self.check(epoch)
+        known = self.events_of(kind)
+        if (known[-1] if known else None) != after:
+            return False
+        self.events.append((kind, text))
+        return True
+
+    def events_of(self, kind: str) -> list[str]:
+        return [text for found, text in self.events if found == kind]

@@ -85,5 +85,6 @@ def build_table_row(
         "static_payload": (inverted << 20) | static,
         "replica_sequence": orders,
         "replica_depth": np.array([2 if deepest > 4 else 1 if deepest > 2 else 0]),
+        "slot_entry": np.argsort(order),
     }
     return {name: table.astype(np.int32) for name, table in tables.items()}

@@ -153,6 +153,7 @@ class Pair:
                 counters,
                 dispatch=variant.dispatch,
                 deal=variant.deal,
+                deterministic=variant.deal == "batch",
                 tokens=variant.tokens,
                 emit=variant.emit,
                 backend=name,
@@ -214,7 +215,9 @@ class Pair:
         if self.variant.config.softcap is not None:
             rtol += 2 * ULP * self.variant.config.softcap  # two ulp of a capped logit move exp by as much
         torch.testing.assert_close(found.weights[same], expected.weights[same], rtol=rtol, atol=1e-37)
-        if self.reference.plan.mode.pick != "ticket":
+        # A batch is dealt by all of its rows: one near tie may move the others' tokens too.
+        whole = self.reference.plan.mode.pick != "batch" or bool(same.all())
+        if self.reference.plan.mode.pick != "ticket" and whole:
             assert torch.equal(found.physical_ids[same], expected.physical_ids[same])
             assert torch.equal(found.local_ids[same], expected.local_ids[same])
 

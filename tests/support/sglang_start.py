@@ -28,7 +28,8 @@ def start(case: str) -> None:
             seams.register()
         except SystemExit as ended:
             status = ended.code
-    print(f"{case}: {status}: {said.getvalue().strip()}", flush=True)
+    lines = said.getvalue().splitlines() or [""]  # SGLang's own log comes before
+    print(f"{case}: {status}: {lines[-1]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ class SimJob:
     def post(self, vote: int, rank: int, vector: list[int]) -> None:
         """All-reduce with MIN."""
         if not self.world.parts.hash_compared:
-            vector = [*vector[:8], 0, 0]
+            vector = [*vector[:8], 0, 0, *vector[10:]]
         posted = self.votes.setdefault(vote, {})
         posted[rank] = vector
         if len(posted) < len(self.ranks) or len(posted) < self.world.job_shape.ep_size:

@@ -138,11 +138,10 @@ class UnorderedView(RunView):
 class Unordered(RebalancerCore):
     """Has such a view."""
 
-    def _adopt(self, status: RankStatus) -> bool:
-        adopted = super()._adopt(status)
+    def _adopt(self, run: int, job: JobShape) -> None:
+        super()._adopt(run, job)
         if self.view is not None:
             self.view.__class__ = UnorderedView
-        return adopted
 
 
 class OpenView(RunView):

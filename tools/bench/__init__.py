@@ -2,10 +2,12 @@
 
 options             flags of router, migration and ep, without torch
 router              one routing launch, in parts and on worst inputs
+dispatch_cost       what each deal costs by batch size
 planner             real changes of workload, by policy
 planning            its parts
 transport           many simulated ranks against one rebalancer
 migration           step time while experts move
 migration_failures  a killed rank, a stalled rank, damaged weights
+elastic             ranks that come and go
 ep                  a rebalance on all GPUs of a host, cell by cell
 """

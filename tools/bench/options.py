@@ -23,7 +23,8 @@ ROUTER = """Times the routing launch: whole, in parts, under PDL and on worst in
 
     evenroute bench router [--model dsv3] [--json]          python -m evenroute.tools.bench.router --rows 1,256,8192
 
-On CUDA every figure is the median of 15 replays of a graph of 40 calls, in microseconds a call, fp32 logits in L2.
+On CUDA every figure is the median of 15 replays of a graph of 40 calls, in microseconds a call, fp32 logits in L2; but
+for `host`: microseconds of CPU that an eager call takes to enqueue, outputs given or fresh.
 On CPU (reference path) it is the median of single calls.
 """
 MIGRATION = """What a migration costs while serving, and that it never hangs (NCCL on GPUs, gloo on the CPU).
@@ -47,6 +48,16 @@ bytes, and what agreement and switch cost the host. Each step's output is compar
 Static and dynamic dispatch get full plans (`global`), weighted dispatch shares first, then few moves (`auto`).
 
 Exit status: 0 all outputs right, 1 one was wrong, 2 wrong use.
+"""
+
+ELASTIC = """Kills, stops, adds and removes ranks of a real MoE that is served meanwhile (gloo on the CPU, NCCL where
+each rank has a GPU). Every output is compared with one process that holds all experts.
+
+    evenroute bench elastic --ranks 4 --kill-rank 1@100 --join 200 --leave 0@300
+    evenroute bench elastic --ranks 4 --kills 50
+
+R is a rank's place at that time, STEP a step's number. Exit status: 0 all outputs right and all who lived served on,
+1 not so, 2 wrong use.
 """
 
 DISPATCHES = ("static", "dynamic", "weighted")
@@ -259,8 +270,79 @@ def ep_cases(args: argparse.Namespace) -> list[Case]:
     return [Case(loads, redundant, dispatch) for loads, redundant, dispatch in product]
 
 
+def rank_at_step(text: str) -> tuple[int, int]:
+    rank, at, step = text.partition("@")
+    if not (at and rank.isdigit() and step.isdigit()):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected RANK@STEP")
+    return int(rank), int(step)
+
+
+def elastic_parser() -> BenchParser:
+    """Of `evenroute bench elastic`."""
+    parser = BenchParser("elastic", ELASTIC)
+    add = parser.add_argument
+    add("--ranks", type=int, default=4, help="processes at the start (default: 4)")
+    add(
+        "--kill-rank",
+        type=rank_at_step,
+        action="append",
+        default=[],
+        metavar="R@STEP",
+        help="kill -9 of a rank",
+    )
+    add(
+        "--stop-rank",
+        type=rank_at_step,
+        action="append",
+        default=[],
+        metavar="R@STEP",
+        help="SIGSTOP of a rank",
+    )
+    add("--join", type=int, action="append", default=[], metavar="STEP", help="a rank joins")
+    add(
+        "--leave",
+        type=rank_at_step,
+        action="append",
+        default=[],
+        metavar="R@STEP",
+        help="a rank leaves as announced",
+    )
+    add(
+        "--kills",
+        type=int,
+        default=0,
+        help="so many random kills, one after the other; a rank joins after each",
+    )
+    add("--seed", type=int, default=1, help="of the random kills (default: 1)")
+    add("--steps", type=int, default=50, help="steps after the last act (default: 50)")
+    add("--experts", type=int, default=8, help="logical experts (default: 8)")
+    add("--slots", type=int, default=4, help="slots of a rank (default: 4)")
+    add("--layers", type=int, default=3, help="MoE layers (default: 3)")
+    add("--limit", type=float, default=2.0, help="seconds after which a collective has failed (default: 2)")
+    add("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    add("--report", type=Path, help="write that object here, too")
+    return parser
+
+
+def parse_elastic(argv: list[str]) -> argparse.Namespace:
+    """`args.kill_rank`, `args.stop_rank` and `args.leave` are lists of (rank, step)."""
+    parser = elastic_parser()
+    args = parser.parse_args(argv)
+    for name in ("ranks", "steps", "experts", "slots", "layers"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name}: found {getattr(args, name)}, expected at least 1")
+    if args.ranks * args.slots < args.experts:
+        parser.error(
+            f"--ranks: {args.ranks} ranks with {args.slots} slots each found, expected room for {args.experts} experts"
+        )
+    if args.slots > args.experts:
+        parser.error(f"--slots: found {args.slots}, expected at most the {args.experts} experts")
+    return args
+
+
 PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "router": parse_router,
     "migration": parse_migration,
     "ep": parse_ep,
+    "elastic": parse_elastic,
 }

@@ -28,6 +28,7 @@ EP_SIZES = {"dsv3": 32, "kimi-k2": 64, "qwen3": 32, "kimi-k3": 128}
 FORMS = {mode.name: (mode.dispatch, mode.deals[-1]) for mode in MODES if "own" in mode.tokens}
 INPUTS = ("typical", "zipf", "hot lane", "hot block", "ties", "nan")
 CALLS, REPLAYS = 40, 15
+HOST_CALLS = 200  # fewer than a stream's queue holds
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ def draw_inputs(job: Job, device: torch.device) -> tuple[torch.Tensor, torch.Ten
     return logits.to(device, getattr(torch, job.dtype)), None if bias is None else bias.to(device)
 
 
-def prepare(job: Job, device: torch.device) -> Callable[[], Any]:
-    """The call that a job times: everything allocated, all rows valid by a device scalar."""
+def prepare(job: Job, device: torch.device, fresh: bool = False) -> Callable[[], Any]:
+    """The call that a job times: all allocated (outputs unless `fresh`), all rows valid by a device scalar."""
     dispatch, deal = FORMS[job.form]
     placement = bench_placement(job.model, dispatch == "weighted")
     tables = DispatchTables(placement, ep_rank=0, device=device)
@@ -99,11 +100,12 @@ def prepare(job: Job, device: torch.device) -> Callable[[], Any]:
         counters,
         dispatch=dispatch,
         deal=deal,
+        batch_rows=1,  # every batch is dealt as named, small ones too
         pdl=job.pdl,
     )
     logits, bias = draw_inputs(job, device)
     valid = torch.tensor([job.rows], dtype=torch.int32, device=device)
-    out = router.allocate(job.rows)
+    out = None if fresh else router.allocate(job.rows)
 
     def call() -> Any:
         return router(logits, 0, bias=bias, num_valid_tokens=valid, count=job.count, out=out)
@@ -138,6 +140,20 @@ def time_call(call: Callable[[], Any], device: torch.device) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / CALLS * 1e3)
+    return statistics.median(times)
+
+
+def time_host(call: Callable[[], Any]) -> float:
+    """Median microseconds of the host's part of an eager call: enqueued, never waited for."""
+    times = []
+    for _ in range(REPLAYS):
+        call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call()
+        times.append((time.perf_counter() - start) / HOST_CALLS * 1e6)
+    torch.cuda.synchronize()
     return statistics.median(times)
 
 
@@ -251,6 +267,10 @@ def run(models: list[str], rows: list[int], device: torch.device, compiled: bool
             add(job, job_name(job), time_call(prepare(job, device), device))
         for number in rows:
             job = Job(model, number)
+            if device.type == "cuda":
+                exact = replace(job, form="exact")
+                add(job, "host, exact", time_host(prepare(exact, device)))
+                add(job, "host, fresh outputs", time_host(prepare(exact, device, fresh=True)))
             add(job, "floor", floor_microseconds(job, rate))
             add(job, "torch steps", time_torch(job, device, compiled=False))
             if compiled:

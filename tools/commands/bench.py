@@ -9,7 +9,7 @@ import typer
 
 from evenroute.tools.errors import fail
 
-BENCHES = ("router", "planner", "transport", "migration", "ep")
+BENCHES = ("router", "planner", "transport", "migration", "ep", "elastic")
 MODULES = {"ep": "ep.run"}  # where the module is not called as the bench
 FORWARDS = True  # flags, to the benchmark's own parser
 
@@ -18,7 +18,7 @@ def bench(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help=f"{', '.join(BENCHES)}; NAME --help for its flags.")] = "",
 ) -> None:
-    """Measure router, planner, transport, migration or all of EP on this machine (NAME --help for flags)."""
+    """Measure router, planner, transport, migration, all of EP, or ranks that come and go (NAME --help for flags)."""
     if name in ("--help", "-h"):
         typer.echo(context.get_help())
         raise typer.Exit

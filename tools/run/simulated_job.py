@@ -199,7 +199,7 @@ class SimulatedJob:
         match message:
             case Ack(seq=seq):
                 before = rank.stored
-                rank.stream.acknowledged(seq, now)
+                rank.stream.acknowledged(message.run, seq, now)
                 if rank.stored > before:
                     self.latencies.append(now - rank.sent_at)
             case Token(token=token):

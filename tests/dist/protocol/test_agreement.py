@@ -208,7 +208,7 @@ def test_62_bit_values_keep_their_negatives_apart() -> None:
     version = replace(START, key=(top, top), digest=top)
     vector = vote_vector(version, 3, True, top)
     assert vector.dtype == np.int64
-    assert vector.tolist() == [top, -top, top, -top, top, -top, 3, -1, top, -top]
+    assert vector.tolist() == [top, -top, top, -top, top, -top, 3, -1, top, -top, 0]
 
 
 def test_no_version_is_never_a_candidate() -> None:

@@ -133,7 +133,7 @@ def test_b23_holes_are_counted_per_rank_and_a_window_with_holes_is_not_whole() -
             assert isinstance(window, RankWindow)
             assert window_counts(window, JOB).sum() == 48
             frames.append((peer, window))
-            rank.stream.acknowledged(window.seq, loop.now)  # a store that is lost had it
+            rank.stream.acknowledged(window.run, window.seq, loop.now)  # a store that is lost had it
     for peer, window in frames:
         if (peer, window.seq) not in {(1, 3), (1, 4)}:
             loop.core.receive(peer, window, loop.now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -15,7 +16,7 @@ import pytest
 from evenroute.dist.web import routes
 from evenroute.dist.web.routes import API, PATHS, LiveState, Routes
 from evenroute.dist.web.server import HttpRequest
-from support.control_plane import wait_for
+from support.control_plane import ROOT, wait_for
 from support.fake_control import status
 from support.live_page import EPOCH, LivePage, Story
 
@@ -208,3 +209,17 @@ def test_the_port_is_free_after_the_end(story):
     assert child.poll() is not None
     with socket.create_server((address[0], int(address[2]))):
         pass
+
+
+def test_the_document_names_every_path_and_field(page):
+    """docs/live_page.md: its table of paths is what is served, and every field of the answers stands in it."""
+    text = (ROOT / "docs/live_page.md").read_text()
+    table = text.partition("## Paths")[2].partition("\n## ")[0]
+    assert tuple(re.findall(r"^\| `(/[^`]*)` \|", table, re.MULTILINE)) == PATHS
+    fields = text.partition("## Fields")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", fields))
+    layer, placements = page.json("/api/layers/0"), page.json("/api/placements")
+    history = page.json("/api/history?detail=layers")
+    found = {*page.json("/api/loads"), *page.json("/api/loads")["balancedness"], *layer, *layer["experts"][0]}
+    found |= {*history, *history["points"][0], *placements, *placements["placements"][0]}
+    assert found - named == set()

@@ -65,6 +65,21 @@ def test_layouts_that_were_wrong(layout: tuple[int, int, int, int]) -> None:
         assert pair.check(draw_case(pair.variant, 6, flavour, turn, DEVICE)) == 0
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("largest", [float("inf"), 200.0])
+def test_the_largest_logit_in_a_dropped_group_takes_all_of_softmax(largest: float) -> None:
+    """The weights of the others are 0 beside it, as in the whole row's softmax."""
+    config = RouterConfig(20, 6, num_groups=5, topk_group=4)
+    pair = Pair(Variant(config, 32), DEVICE, BACKEND)
+    case = draw_case(pair.variant, 6, "normal", 0, DEVICE)
+    case.call["num_valid_tokens"].fill_(6)
+    assert case.logits is not None
+    case.logits[3, :4] = -largest * 4
+    case.logits[3, 2] = largest
+    assert pair.check(case) == 0
+    assert not pair.kernel(case.logits, 1, **case.call).weights[3].any()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_many_forms_of_every_branch() -> None:

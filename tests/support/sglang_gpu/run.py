@@ -33,7 +33,7 @@ def answers(model: Path, out: Path, rounds: int, more: dict) -> None:
         disable_radix_cache=True,
         max_total_tokens=8192,
         max_running_requests=8,
-        cuda_graph_max_bs=8,
+        cuda_graph_max_bs_decode=8,
         mem_fraction_static=0.2,
         cuda_graph_backend_prefill="disabled",
         dtype="bfloat16",
@@ -139,7 +139,7 @@ def launches() -> None:
     every = torch.full((experts, 2), -1, dtype=torch.int64, device="cuda")
     every[:, 0] = torch.arange(experts)
     valid = torch.ones(experts, dtype=torch.int64, device="cuda")
-    info = ExpertLocationDispatchInfo("dynamic", None, every, valid, slots)
+    info = ExpertLocationDispatchInfo("dynamic", None, every, valid, slots, rank_invariant=True)
     groups = {"use_grouped_topk": True, "num_expert_group": 8, "topk_group": 4, "correction_bias": bias}
     scale = {"routed_scaling_factor": 2.5, "apply_routed_scaling_factor_on_output": True}
     for name, fields in (("Qwen3", {}), ("DeepSeek-V3", {**groups, **scale})):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ HERE = Path(__file__).resolve()
 ROOT = HERE.parents[4]
 SUPPORT = ROOT / "tests" / "support"
 ENV = os.environ.get("EVENROUTE_SGLANG_ENV", "")
+INSTALLED = [
+    found.name for found in Path(ENV or "/nowhere").glob("lib/python3*/site-packages/sglang-*.dist-info")
+]
 ROUNDS, AFTER_UPDATE = 8, 2
 EPLB = {"tp_size": 2, "ep_size": 2, "enable_eplb": True, "ep_num_redundant_experts": 4}
 
@@ -184,6 +188,9 @@ def test_tokens_stay_equal_through_switches_and_an_online_update(place: Place, r
     )
 
 
+@pytest.mark.skipif(
+    "sglang-0.5.17.dist-info" in INSTALLED, reason="0.5.17 pins host memory for DP attention, on CPUs too"
+)
 def test_idle_ranks_of_dp_attention_take_part(place: Place, reference: Any) -> None:
     place.rebalancer()
     arguments = {**EPLB, "dp_size": 2, "enable_dp_attention": True, "one_by_one": True}
@@ -207,7 +214,8 @@ class Server:
         command += f"--grammar-backend none --skip-server-warmup --port {port}".split()
         self.url = f"http://127.0.0.1:{port}"
         self.process = place.started(command, place.evenroute(**more), "server")
-        wait_for("server", lambda: self.get("/health"), 240)
+        wait_for("server", lambda: self.get("/health") or self.process.poll() is not None, 240)
+        assert self.process.poll() is None, place.log("server")[-2000:]
 
     def get(self, path: str, body: Any = None) -> str | None:
         data = None if body is None else json.dumps(body).encode()
@@ -215,6 +223,8 @@ class Server:
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return f"{answer.status} {answer.read().decode()}"
+        except urllib.error.HTTPError as refused:  # without a warm-up /health says 503 for ever
+            return f"{refused.code} {refused.reason}"
         except OSError:
             return None
 
@@ -238,7 +248,8 @@ def test_a_server_outlives_its_rebalancer_and_answers_its_endpoints(place: Place
     rebalancer.wait()
     answers += [server.answer() for _ in range(3)]
     said = server.get("/start_expert_distribution_record", {})
-    assert said is not None, "an endpoint without a rebalancer must not end the server"
+    assert said is not None
+    assert said.startswith("200 "), "an endpoint without a rebalancer must not end the server"
     place.rebalancer()
     wait_for("ranks at the new rebalancer", lambda: _heard(place))
     assert server.get("/start_expert_distribution_record", {}) is not None
@@ -256,8 +267,9 @@ def test_a_server_outlives_its_rebalancer_and_answers_its_endpoints(place: Place
     assert (source.num_layers, source.num_logical_experts) == (3, 16)
     assert total > 0
     server.process.send_signal(signal.SIGTERM)
-    wait_for("goodbye", lambda: "has finished: all ranks said goodbye" in place.log("rebalancer"), 60)
-    assert place.log("server").count("last window stored") == 2
+    # Without a warm-up 0.5.23 takes itself for unwell, and collects diagnostics for a minute before it ends its ranks.
+    wait_for("goodbye", lambda: "has finished: all ranks said goodbye" in place.log("rebalancer"), 180)
+    wait_for("both ranks' word of it", lambda: place.log("server").count("last window stored") == 2, 20)
     print(
         f"\n12 answers equal, rebalancer killed and back, 0 windows missing; a dump of {source.num_windows} windows, "
         f"{total} choices; SIGTERM: both ranks said goodbye"
