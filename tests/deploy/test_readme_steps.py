@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_keys_are_made_for_every_role(lines: Lines, folder: Path) -> None:
     assert ran(lines.words()).status == 0
     made = {path.name for path in (folder / "keys").iterdir()}
-    named = set(re.findall(r"`(\w+\.toml)`", (DEPLOY / "README.md").read_text().split("## 2.")[0]))
+    named = set(re.findall(r"`(\w+\.toml|http_token)`", (DEPLOY / "README.md").read_text().split("## 2.")[0]))
     assert made == named
     assert all(path.stat().st_mode & 0o077 == 0 for path in (folder / "keys").iterdir())
     again = ran(lines.words())

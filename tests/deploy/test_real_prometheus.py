@@ -68,6 +68,14 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         yield Watched(rebalancer, job, prometheus, script)
 
 
+# This job's ranks stay the same, and its mover has tables alone.
+NOT_HERE = {"evenroute_membership", "evenroute_membership_halted_seconds", "evenroute_slot_seconds"}
+
+
+def words(expression: str) -> list[str]:
+    return re.findall(r"\w+", expression)
+
+
 def as_grafana_asks(expression: str) -> str:
     """With its variables put in: one job chosen, intervals of a panel that shows a few minutes."""
     for name, value in (("$__rate_interval", "1m"), ("$__interval", "1m"), ("$job", "evenroute")):
@@ -85,7 +93,9 @@ def test_a_healthy_job_is_scraped_shown_and_raises_nothing(watched: Watched) -> 
     assert not [rule["lastError"] for rule in rules if rule.get("lastError")]
     shown = [(title, text) for title, text, _ in queries() if not text.startswith("label_values")]
     data = {text: prometheus.over_time(as_grafana_asks(text)) for _, text in shown}
-    empty = [f"{title}: {text}" for title, text in shown if not data[text]]
+    empty = [
+        f"{title}: {text}" for title, text in shown if not data[text] and not NOT_HERE & set(words(text))
+    ]
     assert not empty, "panels without data"
     for title, expression, legend in panel_queries():
         for label in re.findall(r"{{(\w+)}}", legend):

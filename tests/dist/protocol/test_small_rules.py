@@ -53,7 +53,7 @@ def test_a_stream_counts_each_acknowledgement_and_has_nothing_unsent_after_it() 
     for number in (1, 2, 3):
         stream.add(number, number, 8, COUNTS, 0.0)
         assert stream.unsent().in_flight_tokens == 8
-        stream.acknowledged(number, 0.0)
+        stream.acknowledged(RUN, number, 0.0)
         assert stream.windows_acknowledged == number
         unsent = stream.unsent()
         assert (unsent.in_flight_tokens, unsent.in_flight_steps) == (0, None)
