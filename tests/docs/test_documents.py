@@ -304,3 +304,13 @@ def test_walks_name_what_is_in_the_files(file: str, names: list[str]) -> None:
     for name in names:
         assert f"`{name}`" in walks
         assert re.search(rf"^(?:def )?{name}\b", source, flags=re.MULTILINE), f"{file} has no {name}"
+
+
+def test_the_changelog_has_each_version_and_each_kind_of_change_once():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[(.+?)\]", text, re.M)
+    assert versions[0] == "Unreleased"
+    assert len(set(versions)) == len(versions) == text.count("\n## ")
+    for part in text.split("\n## ")[1:]:
+        kinds = re.findall(r"^### (.+)", part, re.M)
+        assert len(set(kinds)) == len(kinds), part[:40]
