@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import sys
 from typing import NoReturn
 
@@ -41,6 +42,7 @@ def launch(module: str, argv: list[str], ranks: int) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does so too, with a warning of five lines
     try:
         torchrun.main(["--standalone", "--nproc-per-node", str(ranks), "-m", module, *argv])
     except SignalException as ended:

@@ -85,7 +85,8 @@ def test_measured_costs_price_the_next_decision_and_are_said(daemon):
     assert found.worth in text
     assert found.costs in text
     assert (
-        "rebalancing saved 0 GPU-seconds against the first placement (default) and cost 1 (measured)" in text
+        "rebalancing saved 0 GPU-seconds against the first placement (default prices) and cost 1 (measured prices)"
+        in text
     )
     screen, console = Screen(), Console(width=160, record=True, file=io.StringIO())
     screen.feed(found, 1.0)
