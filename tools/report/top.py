@@ -26,15 +26,10 @@ from evenroute.tools.report.top_tables import (
     side_by_side,
     sorted_layers,
 )
-from evenroute.tools.report.words import one_line
+from evenroute.tools.report.words import key_text, one_line
 
 HISTORY = 240
 DECISIONS = 8
-
-
-def key_text(key: tuple[int, int]) -> str:
-    """(epoch, version) as elsewhere: epoch in hex; "none" before the first."""
-    return "none" if key == (0, 0) else f"{key[0]:x}/{key[1]}"
 
 
 class Screen:

@@ -8,6 +8,8 @@ import os
 import sys
 from typing import NoReturn
 
+from evenroute.eplb._versions import check_versions
+
 
 def has_torch() -> bool:
     """Whether torch is installed, without importing it."""
@@ -18,9 +20,13 @@ def has_torch() -> bool:
 
 
 def require_torch(command: str) -> None:
-    """ValueError that names the missing extra where torch is not installed."""
+    """ValueError that names the missing extra where torch is not installed, or is too old."""
     if not has_torch():
         raise ValueError(f"{command} needs torch, which is not installed: pip install 'evenroute[rank]'")
+    try:
+        check_versions()
+    except ImportError as error:
+        raise ValueError(str(error)) from None
 
 
 def count_gpus() -> int:

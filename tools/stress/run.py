@@ -25,6 +25,7 @@ from evenroute.routing.output import RoutingOutput
 from evenroute.routing.router import Router
 from evenroute.routing.simulated.source import LogitSource
 from evenroute.routing.tables.tables import DispatchTables
+from evenroute.tools.report.words import key_text
 from evenroute.tools.run.ranks import pick_device, share_text
 from evenroute.tools.run.rebalancer import ChildRebalancer
 from evenroute.tools.stress.checks import Finding, StepChecks, stored_counts
@@ -34,7 +35,6 @@ from evenroute.tools.stress.options import StressOptions
 from evenroute.tools.stress.report import (
     beginning,
     headline,
-    key_label,
     print_report,
     segment_rows,
     worth_of_rebalancing,
@@ -219,10 +219,7 @@ class StressRank:
 
     def _key_label(self) -> str:
         assert self.agent is not None
-        key = self.agent.key
-        if key is None:
-            return "switching"
-        return key_label(key)
+        return key_text(self.agent.key)
 
     def _forward(self, placed: StepResult) -> None:
         """One forward pass: every layer's logits go through the router."""
