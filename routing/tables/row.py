@@ -178,7 +178,7 @@ _FAULTS = (
 
 def check_table_row(row: PlacementRow, num_slots: int, num_experts: int, topology: Topology) -> None:
     """ValueError unless a row of [P] integers is one of a placement of this shape (2 us for 288 slots)."""
-    slots, shares = row if isinstance(row, tuple) and len(row) == 2 else (None, None)
+    slots, shares = row[:2] if isinstance(row, tuple) and len(row) in (2, 3) else (None, None)
     for name, values in (("slots", slots), ("shares", shares)):
         if name == "shares" and values is None:
             continue

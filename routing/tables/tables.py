@@ -186,7 +186,7 @@ class DispatchTables:
         """Make the orders that this placement's rows will need, so that their updates only copy. On any thread."""
         require_instance("placement", placement, Placement)
         for layer in range(self.num_layers if self._with_orders else 0):
-            slots, shares = placement.row(layer)
+            slots, shares, _ = placement.row(layer)
             if shares is None:
                 continue
             uneven = np.bincount(slots, weights=shares != even_shares(slots)) > 0
