@@ -128,6 +128,21 @@ def stack_classes(classes: list[ShareClasses | None], num_slots: int) -> ShareCl
     return ShareClasses(rows, shares)
 
 
+def told(slots: NDArray[np.int32], classes: ShareClasses | None) -> str:
+    """The sets of a placement ``slots [L, P]`` in one line; empty without any."""
+    parts = []
+    for number in range(0 if classes is None else classes.rows.shape[1]):
+        assert classes is not None
+        has = classes.rows[:, number] > 0
+        if has.any():
+            experts = int((slots[0].max() + 1) * has.sum())
+            used = (classes.shares[has, number] > 0).sum() / experts
+            parts.append(
+                f"up to {classes.rows[:, number].max()} tokens a rank {used:.2f} slots an expert ({has.sum()} layers)"
+            )
+    return ", ".join(parts)
+
+
 def pack_shares(
     slots: NDArray[Any], shares: NDArray[Any] | None, classes: ShareClasses | None
 ) -> bytes | None:
