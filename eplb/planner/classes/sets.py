@@ -85,10 +85,7 @@ def class_times(
         return []
     busy = loads.any(axis=1)
     found = []
-    for number in range(placement.classes.rows.shape[1]):
-        size = int(placement.classes.rows[:, number].max())
-        if size == 0 or not busy.any():
-            continue
+    for size in placement.classes.sizes() if busy.any() else []:
         each = (
             longest_rank(placement, loads, top_k, size, times, one)[busy].mean()
             for one in (_taken(placement, size), even_shares(placement.physical_to_logical))

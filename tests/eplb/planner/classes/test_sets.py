@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenroute.eplb.placement.classes import default_class_rows
+from evenroute.eplb.placement.classes import ShareClasses, default_class_rows
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.shares import even_shares
 from evenroute.eplb.placement.topology import Topology
@@ -80,6 +80,20 @@ def test_an_idle_layer_and_a_placement_without_redundancy_have_none() -> None:
     assert made.row(0).classes is not None
     assert made.row(1).classes is None
     assert with_classes(Placement.initial(2, 16, 16, Topology(4)), loads, 2, TIMES).classes is None
+
+
+def test_layers_may_have_a_set_for_small_batches_alone() -> None:
+    placement, loads = Placement.initial(2, 16, 32, Topology(4)), zipf(2, 16)
+    full = with_classes(placement, loads, 2, TIMES).classes
+    assert full is not None
+    last = np.array([[True, True], [True, False]])
+    sets = ShareClasses(
+        np.where(last, full.rows, 0), np.where(last[:, :, None], full.shares, 0).astype(np.uint16)
+    )
+    made = replace(placement, classes=sets)
+    again = Placement.from_rows(made.rows(), 16, Topology(4))
+    assert again.digest() == made.digest()
+    assert class_times(again, loads, 2, TIMES) == class_times(made, loads, 2, TIMES) != []
 
 
 def test_expected_tokens_stay_below_one_a_token() -> None:
