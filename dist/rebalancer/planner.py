@@ -128,6 +128,11 @@ class PlannerProcess:
         assert self._child.stdout is not None
         return self._child.stdout.fileno(), self._child.stdin.fileno() if self._to_send else None
 
+    @property
+    def compiling(self) -> bool:
+        """Whether a request waits for the planner's code to be compiled (or imported): once for each installation."""
+        return self.busy and not self._ready
+
     def remaining_s(self) -> float | None:
         """Seconds until the time limit; None when idle."""
         limit_s = self._time_limit_s if self._ready else START_LIMIT_S

@@ -182,9 +182,10 @@ class StatusBuilder:
             ]
             reasons += troubled[:8]
         if self._plans.overdue(now) and not finished:
-            running = (
-                "the plan that runs has not ended" if self._plans.planner.busy else "no plan was due in time"
-            )
+            planner = self._plans.planner
+            running = "the plan that runs has not ended" if planner.busy else "no plan was due in time"
+            if planner.compiling:
+                running = "the planner is being compiled, once for each installation"
             why = self._plans.last_error or self._plans.waiting_for or running
             intervals = self._config.planner.degraded_after
             reasons.append(f"no successful plan for {intervals} intervals ({why})")

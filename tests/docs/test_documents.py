@@ -97,7 +97,7 @@ def check_template(argv: list[str]) -> None:
 
 def filled(argv: list[str]) -> list[str]:
     """Placeholders that stand for plain values."""
-    values = {"ADDR": "ipc:///run/evenroute.sock", "DIR": "keys", "FILE": "file.json", "N": "2"}
+    values = {"ADDR": "ipc:///tmp/evenroute.sock", "DIR": "keys", "FILE": "file.json", "N": "2"}
     return [values.get(word, word) for word in argv]
 
 
@@ -219,7 +219,7 @@ def test_readme_engine_block_runs() -> None:
         names |= {"LAYERS": 2, "EXPERTS": 8, "SLOTS": 8, "TOP_K": 2, "ep_size": 1, "rank": 0, "device": "cpu"}
         names |= {"cpu_group": dist.group.WORLD, "gates": [torch.nn.Linear(4, 8) for _ in range(2)]}
         names |= {"experts": lambda hidden, ids, weights: hidden * weights.sum(1, keepdim=True)}
-        block = shown[0].replace('rebalancer="ipc:///run/evenroute.sock"', 'rebalancer=""')
+        block = shown[0].replace('rebalancer="ipc:///tmp/evenroute.sock"', 'rebalancer=""')
         exec(compile(block, "README.md", "exec"), names)
         forward = names["forward"]
         assert callable(forward)

@@ -47,8 +47,9 @@ def test_minimal_engine_runs_without_a_rebalancer() -> None:
 @runs(
     "README.md",
     ".venv/bin/torchrun --standalone --nproc-per-node 2 examples/minimal_engine.py",
-    "evenroute rebalancer --bind ipc:///run/evenroute.sock --store run.db",
-    "evenroute status ipc:///run/evenroute.sock",
+    "evenroute rebalancer --bind ipc:///tmp/evenroute.sock --store run.db",
+    "evenroute status ipc:///tmp/evenroute.sock",
+    "evenroute top ipc:///tmp/evenroute.sock",
     "evenroute inspect run.db",
 )
 def test_an_engine_of_ones_own_with_a_rebalancer_beside_it(
@@ -57,8 +58,9 @@ def test_an_engine_of_ones_own_with_a_rebalancer_beside_it(
     """The README's four lines, with another socket; the engine is told of it, and plans come after two windows."""
     monkeypatch.chdir(tmp_path)
     compile_planner()
-    socket = {"ipc:///run/evenroute.sock": f"ipc://{tmp_path}/r.sock"}
-    command, *words = lines.words("evenroute rebalancer", socket)
+    socket = {"ipc:///tmp/evenroute.sock": f"ipc://{tmp_path}/r.sock"}
+    places = {**socket, "127.0.0.1:9421": "127.0.0.1:0"}
+    command, *words = lines.words("evenroute rebalancer", places)
     assert command == "evenroute"
     command, *engine = lines.words(".venv/bin/torchrun", {"examples/": f"{EXAMPLES}/"})
     assert command == ".venv/bin/torchrun"
@@ -80,6 +82,9 @@ def test_an_engine_of_ones_own_with_a_rebalancer_beside_it(
         assert done.returncode == 0, done.stdout + done.stderr[-4000:]
         status = evenroute(*lines.words("evenroute status", socket)[1:], "--json")
         assert status.status in (0, 1), status.err
+        looked = evenroute(*lines.words("evenroute top", socket)[1:])
+        assert looked.status in (0, 1), looked.err
+        assert "4 layers x 32 experts" in looked.out
         assert status.json["placements"]["published"] >= 1, Path("log").read_text()
     finally:
         rebalancer.terminate()
