@@ -23,7 +23,7 @@ from evenroute.eplb.store.schema import IN_USE_EVENT, JobRow, RankWindowRow, enc
 from evenroute.eplb.store.writer import HistoryStore
 from support.fake_control import status
 
-RUN, EPOCH = 0x5E1F, 0x15D4AB << 20
+RUN, EPOCH = 0x5E1F, 0x15D4AB
 
 
 class Story:

@@ -137,13 +137,21 @@ def test_gpu_time_saved_or_lost(browser, live):
 
 
 @needs_chromium
-def test_light_dark_and_a_phone(browser):
+def test_light_dark_and_a_phone(browser, live):
     background = "getComputedStyle(document.body).backgroundColor"
     light = browser.value(background)
     for told in ("Light", "Dark"):
         browser.value("$('theme').click()")
         assert browser.value("$('theme').textContent") == told
     assert browser.value(background) != light
+    wide = "[...document.querySelectorAll('.tile')].filter(e => e.scrollWidth > e.clientWidth).length"
+    long = msgspec.structs.replace(live.status, newest=(0x15D4AB00000, 4000))
+    calm, live.status = live.status, long
+    browser.wait("$('tiles').textContent.includes('15d4ab00000/4000')")
+    for width in (1366, 1280, 700, 360):
+        browser.resize(width, 740)
+        browser.wait(f"innerWidth === {width} && {wide} === 0")
+    live.status = calm
     browser.value("$('theme').click()")
     browser.resize(360, 740, mobile=True)
     browser.wait("innerWidth === 360")
