@@ -10,13 +10,13 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.models import MODEL_SHAPES
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.tools.errors import fail
+from evenroute.tools.bench.dispatch.options import parse_dispatch, parse_experts
+from evenroute.tools.bench.parser import BenchParser
 from evenroute.tools.run.launch import count_gpus
 
 ROUTER = """Times the routing launch: whole, in parts, under PDL and on worst inputs, beside its floor and torch steps.
@@ -116,22 +116,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.source}, {self.redundant} redundant, {self.dispatch}"
-
-
-class BenchParser(argparse.ArgumentParser):
-    """The parser of one bench; its errors are one line."""
-
-    def __init__(self, name: str, description: str) -> None:
-        super().__init__(
-            prog=f"evenroute bench {name}",
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        self.name = name
-
-    def error(self, message: str) -> NoReturn:
-        fail(f"bench {self.name}: {message}")
 
 
 def _add_sizes(parser: BenchParser, sizes: dict[str, tuple[float, float, str]], on_gpu: bool) -> None:
@@ -345,4 +329,6 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "migration": parse_migration,
     "ep": parse_ep,
     "elastic": parse_elastic,
+    "dispatch": parse_dispatch,
+    "experts": parse_experts,
 }
