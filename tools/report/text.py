@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from evenroute.tools.report.words import one_line, visible
+from evenroute.tools.report.words import key_text, one_line, visible
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NO_DATA = "no data"
@@ -94,6 +94,8 @@ def summary(facts: dict[str, Any], width: int) -> RenderableType:
         parts += [Text(), _hot_experts(facts), Text(), _hot_ranks(facts)]
     if facts["placements"]:
         parts += [Text(), _placements(facts["placements"], facts["placements_are"] or "since")]
+        if facts["placements"][-1]["small_batches"]:
+            parts.append(Text(f"Shares of small batches: {facts['placements'][-1]['small_batches']}"))
     return Group(*parts)
 
 
@@ -226,7 +228,7 @@ def _hot_ranks(facts: dict[str, Any]) -> Table:
 def _placements(placements: Sequence[dict[str, Any]], when: str) -> Table:
     rows = [
         [
-            f"{found['epoch']:x}/{found['version']}",
+            key_text((found["epoch"], found["version"])),
             clock(found["time"]) or ("" if found["step"] is None else f"step {found['step']}"),
             found["policy"],
             "" if found["moves"] is None else f"{found['moves']:,}",
@@ -251,6 +253,7 @@ def _placement_only(facts: dict[str, Any]) -> RenderableType:
         ("shape", f"{facts['num_layers']} layers x {facts['num_logical_experts']} experts"),
         ("slots", f"{facts['num_slots']} on {facts['ep_size'] or 'not stated'} ranks"),
         ("replicas", facts["replicas"]),
+        *([("small batches", facts["small_batches"])] if facts["small_batches"] else []),
     ]
     notes = [("note", note) for note in facts["notes"]]
     return Group(Text(source_name(facts), style="bold"), pairs(lines + notes))
