@@ -75,12 +75,12 @@ class _OldKey(MemberCore):
 
 
 class _Gaps(MemberCore):
+    """Takes a record though it has not heard the one before it."""
+
     def _take(self, record: MembershipRecord) -> None:
-        if self.record is not None and record.number > self.heard and record.kind == "death":
-            self._pending = [record]
-            self.halt("a gap")
-        else:
-            super()._take(record)
+        if self.record is not None and record.job == self.job and record.number > self.heard + 1:
+            self.seen = record.number - 1
+        super()._take(record)
 
 
 class _LeaverAtOnce(MemberCore):
