@@ -69,9 +69,9 @@ class MemberCore:
         self.missing: tuple[int, ...] = ()
         self.unfit = False
         self._offer_order = (0, 0)
-        self._last_offer: MembershipRecord | None = (
-            None  # outlives a halt: a vote may have decided it meanwhile
-        )
+        self._offers: dict[
+            int, MembershipRecord
+        ] = {}  # of what is installed: votes under way may decide any of them
         self._pending: list[MembershipRecord] = []
         self._due = True
         self._seq = 0
@@ -142,9 +142,11 @@ class MemberCore:
         while self._pending and self._pending[0].kind == "change":
             record = self._pending.pop(0)
             self.seen = record.number
-            self.ready = 0
-            self.offered = record if not self.halted and record.prev == self.installed else None
-            self._last_offer = self.offered or self._last_offer
+            if (
+                not self.halted and record.prev == self.installed
+            ):  # else it follows one that others serve in by now
+                self.offered, self.ready = record, 0
+                self._offers[record.number] = record
 
     def _take_as_joiner(self, record: MembershipRecord) -> None:
         mine = next((one for one in record.members if one.identity == self.me.identity), None)
@@ -266,15 +268,18 @@ class MemberCore:
     def switch(self, number: int, rows: Rows, num_experts: int) -> Rows | None:
         """The vote says that all go on in the change ``number``; ``rows``: live now. Its rows, or None: refused (the
         same on all), the membership stays."""
-        record = self.offered
-        assert record is not None and record.number == number, f"membership {number} was never offered"  # noqa: PT018
         assert self.record is not None
+        record = self._offers.pop(number)
         added = columns_array(record)
         found = kept_rows(rows, self.record.numbers, record.numbers, added)
         if not covers(found, num_experts):
-            self.refused, self.go, self.ready, self.offered, self._due = number, 0, 0, None, True
+            self.refused, self._due = number, True
+            self.go = self.go if self.go > number else 0
+            if self.offered is record:
+                self.offered, self.ready = None, 0
             return None
         self.record, self.serving, self.offered, self.ready, self.go = record, False, None, 0, 0
+        self._offers.clear()
         if self.me.number not in record.numbers:
             self.left = number
         self._due = True
@@ -327,6 +332,7 @@ class MemberCore:
         self.halted = self.serving = False
         self.ready = self.go = self.left = 0
         self.offered = None
+        self._offers.clear()
         self._pass_changes()
         if self._pending:
             self.halt(f"membership {self._pending[0].number} follows")
@@ -344,7 +350,6 @@ class MemberCore:
         rows = np.stack([row.slots for row in rank.state.live_rows])
         for action in actions:
             if isinstance(action, Switch):
-                self.offered = self._last_offer
                 switched = self.switch(action.number, rows, rank.job.num_logical_experts)
                 rows = rows if switched is None else switched
         return rows
