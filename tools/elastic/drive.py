@@ -72,7 +72,7 @@ class ElasticRun:
             self.launcher.start(self.ranks)
             self.until(lambda: len(self.serving(1)) == self.ranks, 120.0, "the job's start")
             self.until(
-                lambda: self.status_field("membership").number == 1, 30.0, "the rebalancer to take the job up"
+                lambda: self.status_field("membership").number >= 1, 30.0, "the rebalancer to take the job up"
             )
         except BaseException:
             self.__exit__(None, None, None)
@@ -109,8 +109,15 @@ class ElasticRun:
             if ready():
                 return
             if time.monotonic() > deadline:
-                raise HangError(f"waited {limit_s:g} s for {what}; last events: {self.events[-6:]}")
+                said = self.log()[-30:]
+                lines = "\n".join([f"waited {limit_s:g} s for {what}; last events: {self.events[-6:]}", *said])
+                raise HangError(lines)
             time.sleep(0.01)
+
+    def log(self) -> list[str]:
+        """Lines that the processes have said, with ``quiet``."""
+        path = self.folder / "log"
+        return path.read_text(errors="replace").splitlines() if path.exists() else []
 
     def serving(self, membership: int) -> list[dict[str, Any]]:
         """Who came to serve in a membership."""
