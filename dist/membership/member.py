@@ -2,8 +2,8 @@
 clock, no torch.
 
 The driver holds ONE lock around each call, the same as for the rank core (`protocol.rank`): `receive`, `tick` and
-`halt` come from the member's thread too, the rest from the forward thread. Rules and invariants: ARCHITECTURE,
-"Ranks come and go".
+`halt` come from the member's thread too, the rest from the forward thread. Rules:
+docs/membership.md, with the promises that it keeps.
 """
 
 from __future__ import annotations

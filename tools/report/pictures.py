@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,7 +76,7 @@ def _on(placement: Placement, topology: Topology) -> Placement:
     """The same rows over a topology with other nodes."""
     if placement.topology == topology:
         return placement
-    return Placement(placement.physical_to_logical, placement.num_logical_experts, topology, placement.shares)
+    return replace(placement, topology=topology)
 
 
 def current_placement(history: History, using: Using) -> Placement | None:

@@ -41,7 +41,7 @@ def window(seq: int, *, run: int = 7, experts: int = E, steps: int = 10, rank: i
 
 def in_use(store: HistoryStore, placement: Placement, key: tuple[int, int], now: float, run: int = 7) -> None:
     for layer, digest in enumerate(placement.row_digests().tolist()):
-        store.keep_row(digest, *placement.row(layer), epoch=5)
+        store.keep_row(digest, placement.row(layer), epoch=5)
     text = encode_in_use(run, key, placement.row_digests().astype("<i8").tobytes())
     store.add_event(IN_USE_EVENT, text, epoch=5, now=now)
 

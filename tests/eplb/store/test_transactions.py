@@ -55,7 +55,7 @@ WRITES: dict[str, Callable[[HistoryStore], Any]] = {
     "placement": lambda s: s.add_placement(
         PLACEMENT, epoch=5, version=1, now=1.0, moves=np.zeros(L, np.int64), policy="", reason=""
     ),
-    "row": lambda s: s.keep_row(99, PLACEMENT.physical_to_logical[0], None, epoch=5),
+    "row": lambda s: s.keep_row(99, PLACEMENT.row(0), epoch=5),
     "roll-up": lambda s: s.roll_up(before=1e6, span_s=1000.0, epoch=5),
     "job": lambda s: s.set_job(8, JOB, epoch=5, now=1.0),
     "event": lambda s: s.add_event("a", "b", epoch=5, now=1.0),

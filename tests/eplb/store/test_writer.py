@@ -84,7 +84,7 @@ def test_a_writer_whose_epoch_is_not_the_last_cannot_write(store, tmp_path):
     writes = [
         lambda: store.add_windows([window(0, 1, 0, 9)], epoch=5, now=2.0),
         lambda: store.add_event("x", "y", epoch=5, now=2.0),
-        lambda: store.keep_row(1, placement.row(0).slots, None, epoch=5),
+        lambda: store.keep_row(1, placement.row(0), epoch=5),
         lambda: store.add_placement(
             placement, epoch=5, version=1, now=2.0, moves=np.zeros(L, np.int64), policy="p", reason="r"
         ),
@@ -132,10 +132,11 @@ def test_placements_come_back_with_shares_and_in_key_order(store):
     assert newest is not None
     assert newest.version == 2
     assert newest.balancedness_predicted is None
-    slots, kept = store.find_row(int(uneven.row_digests()[0]))
-    np.testing.assert_array_equal(slots, uneven.row(0).slots)
-    np.testing.assert_array_equal(kept, shares[0])
-    assert store.find_row(12345) is None
+    kept = store.row(int(uneven.row_digests()[0]))
+    assert kept is not None
+    np.testing.assert_array_equal(kept.slots, uneven.row(0).slots)
+    np.testing.assert_array_equal(kept.shares, shares[0])
+    assert store.row(12345) is None
 
 
 def test_retention_sums_rows_and_loses_nothing(store):
