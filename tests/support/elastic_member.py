@@ -8,7 +8,7 @@ import numpy as np
 
 from evenroute.dist.membership.member import MemberCore
 from evenroute.dist.membership.rows import covers, rows_digest
-from evenroute.dist.membership.types import HaltedError, Outcome, columns_array
+from evenroute.dist.membership.types import HaltedError, Outcome, columns_array, joiners_of
 from evenroute.dist.protocol.agreement import Action, Commit, Discard, Open, Switch
 from evenroute.dist.protocol.job_start import StartedJob
 from evenroute.dist.protocol.rank import RankConfig, RankCore
@@ -231,7 +231,7 @@ class SimMember:
     def on_fill(self) -> None:
         record = self.core.offered
         assert record is not None
-        joined = [one for one in record.numbers if one not in self.world.numbers_of(record.prev)]
+        joined = [one.number for one in joiners_of(record)]
         self.weights = columns_array(record)[joined.index(self.core.me.number)].copy()
         self.form_run = record.run
         self.core.formed(record.number)

@@ -110,7 +110,9 @@ class ElasticRun:
                 return
             if time.monotonic() > deadline:
                 said = self.log()[-30:]
-                lines = "\n".join([f"waited {limit_s:g} s for {what}; last events: {self.events[-6:]}", *said])
+                lines = "\n".join(
+                    [f"waited {limit_s:g} s for {what}; last events: {self.events[-6:]}", *said]
+                )
                 raise HangError(lines)
             time.sleep(0.01)
 
