@@ -23,8 +23,8 @@ UNEVEN_REPLICAS = 4  # tables have no room for a longer uneven order in a furthe
 class ShareClasses(NamedTuple):
     """Up to `MAX_CLASSES` further sets of shares, the smallest batches first.
 
-    rows    ``[L, C] int32``: the largest batch that goes by the set, in tokens a rank; rising, 0 where a layer has
-            fewer sets (the first ones)
+    rows    ``[L, C] int32``: the largest batch that goes by the set, in tokens a rank; rising, but for a 0 where a
+            layer has fewer sets
     shares  ``[L, C, P] uint16``: as a placement's own, 0 where rows is; an expert's tokens go to four slots at most, or
             to more of them evenly
 
@@ -33,6 +33,10 @@ class ShareClasses(NamedTuple):
 
     rows: NDArray[np.int32]
     shares: NDArray[np.uint16]
+
+    def sizes(self) -> list[int]:
+        """The batch sizes that sets of any layer are for."""
+        return [int(size) for size in np.unique(self.rows) if size]
 
     def of_layer(self, layer: int) -> ShareClasses | None:
         """The sets of one layer; None where it has none."""
@@ -70,7 +74,8 @@ def check_classes(
             f"{name}: rows must be [{len(slots)}, 1 to {MAX_CLASSES}] and shares [{len(slots)}, as many, "
             f"{slots.shape[1]}], found {list(rows.shape)} and {list(shares.shape)}"
         )
-    falling = np.argwhere((rows[:, :-1] > 0) & (rows[:, 1:] <= rows[:, :-1]))
+    before = np.maximum.accumulate(rows, axis=1)[:, :-1]
+    falling = np.argwhere((rows[:, 1:] > 0) & (rows[:, 1:] <= before))
     if len(falling):
         raise ValueError(f"{name}: rows must rise, layer {falling[0][0]} has {rows[falling[0][0]].tolist()}")
     for number in range(sets):
@@ -126,6 +131,19 @@ def stack_classes(classes: list[ShareClasses | None], num_slots: int) -> ShareCl
             first = most - len(one.rows)
             rows[layer, first:], shares[layer, first:] = one
     return ShareClasses(rows, shares)
+
+
+def told(slots: NDArray[np.int32], classes: ShareClasses | None) -> str:
+    """The sets of a placement ``slots [L, P]`` in one line; empty without any."""
+    if classes is None:
+        return ""
+    experts = int(slots.max()) + 1
+    parts = []
+    for size in classes.sizes():
+        has = classes.rows == size
+        used = (classes.shares[has] > 0).sum() / (experts * has.sum())
+        parts.append(f"up to {size} tokens a rank {used:.2f} slots an expert ({has.sum()} layers)")
+    return ", ".join(parts)
 
 
 def pack_shares(

@@ -163,7 +163,7 @@ class Placement:
     def __repr__(self) -> str:
         layers, slots = self.physical_to_logical.shape
         shares = "even" if self.shares is None else "uneven"
-        sets = "" if self.classes is None else f", {self.classes.rows.shape[1]} sets for small batches"
+        sets = "" if self.classes is None else f", {len(self.classes.sizes())} sets for small batches"
         return (
             f"<Placement {layers} layers, {self.num_logical_experts} experts in {slots} slots on "
             f"{self.topology.ep_size} ranks, {shares} shares{sets}>"

@@ -302,3 +302,15 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path):
         assert acknowledged <= stored <= acknowledged + 1
         assert tokens == stored
         assert (counts == stored).all()
+
+
+def test_a_store_is_for_its_user_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store = HistoryStore(tmp_path / "run.db")
+        store.begin_epoch(5, pid=1, now=0.0)
+        files = list(tmp_path.iterdir())
+        assert {path.suffix for path in files} >= {".db", ".db-wal"}
+        assert [path.name for path in files if path.stat().st_mode & 0o077] == []
+    finally:
+        os.umask(before)
