@@ -11,6 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rich.console import Console
+
+from evenroute.eplb.planner.warm_up import warm_up
 from evenroute.tools.elastic.events import EventReader
 from evenroute.tools.elastic.launcher import Child, Launcher, rank_command
 from evenroute.tools.run.folder import RunFolder
@@ -61,6 +64,8 @@ class ElasticRun:
 
     def __enter__(self) -> Self:
         try:
+            with Console(stderr=True).status("compiling the planner (once, then it comes from the cache)"):
+                warm_up()  # else the first plan of a short run waits for it
             self.rebalancer.wait_ready()
             arguments = ["--rebalancer", self.rebalancer.address, "--folder", str(self.folder), *self._flags]
             self.launcher = Launcher(
