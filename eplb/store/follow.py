@@ -33,11 +33,12 @@ class StoreFollower(StoreReader):
         return self
 
     def rolled_up(self, before: float) -> Iterator[WindowRow]:
-        """Spans that retention summed up, with time < before, by time."""
+        """Spans that retention summed up, with time < before, by time; and windows alone in theirs before the last."""
         jobs = self.jobs()
         query = (
             "SELECT run, time, epoch, first_step, last_step, tokens, rank_steps, num_rank_windows, num_sources, "
-            "rolled_up, crc, counts FROM windows WHERE rolled_up > 0 AND time < ? ORDER BY time"
+            "rolled_up, crc, counts FROM windows WHERE time < ? AND "
+            "time <= (SELECT max(time) FROM windows WHERE rolled_up > 0) ORDER BY time"
         )
         for *head, crc, blob in self._rows(query, (before,)):
             job = self._job_of(jobs, head[0])

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import NoReturn
-
-from evenroute.tools.errors import fail
+from evenroute.tools.flags import FlagParser
 
 
-class BenchParser(argparse.ArgumentParser):
-    """The parser of one bench; its errors are one line."""
+class BenchParser(FlagParser):
+    """The parser of one bench."""
 
     def __init__(self, name: str, description: str) -> None:
-        super().__init__(
-            prog=f"evenroute bench {name}",
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        self.name = name
-
-    def error(self, message: str) -> NoReturn:
-        fail(f"bench {self.name}: {message}")
+        super().__init__(f"evenroute bench {name}", description, f"bench {name}")
