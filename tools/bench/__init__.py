@@ -3,6 +3,7 @@
 options             flags of router, migration and ep, without torch
 router              one routing launch, in parts and on worst inputs
 dispatch            how even each deal makes a batch, and the time of its longest rank
+dispatch_options    flags of dispatch and experts, without torch
 experts             what an expert touched and a token cost on this GPU
 parser              one bench's flags
 planner             real changes of workload, by policy

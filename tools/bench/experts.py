@@ -21,7 +21,7 @@ from torch.nn import functional
 from evenroute.eplb._io import write_beside_and_rename
 from evenroute.eplb.placement.models import MODEL_SHAPES
 from evenroute.eplb.planner.classes.times import TIMES_FORMAT
-from evenroute.tools.bench.dispatch.options import parse_experts
+from evenroute.tools.bench.dispatch_options import parse_experts
 from evenroute.tools.bench.router import time_call
 from evenroute.tools.errors import check_output, fail
 from evenroute.tools.run.launch import count_gpus

@@ -15,7 +15,7 @@ from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.models import MODEL_SHAPES
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.tools.bench.dispatch.options import parse_dispatch, parse_experts
+from evenroute.tools.bench.dispatch_options import parse_dispatch, parse_experts
 from evenroute.tools.bench.parser import BenchParser
 from evenroute.tools.run.launch import count_gpus
 

@@ -1,6 +1,5 @@
-"""`evenroute bench dispatch`: how even each deal makes a batch, and what its longest rank takes; `bench experts`.
+"""`evenroute bench dispatch`: how even each deal makes a batch, and what its longest rank takes.
 
-options   flags of both, without torch
 run       the cells and their table
 deals     one rank's batch dealt, by the routing package's own arithmetic
 traffic   batches drawn from loads

@@ -19,8 +19,8 @@ from evenroute.eplb.planner.classes.times import ExpertTimes, given_times, read_
 from evenroute.eplb.planner.plan import plan_placement
 from evenroute.tools.bench.dispatch.cost import deal_costs
 from evenroute.tools.bench.dispatch.deals import DEALS, Dealer
-from evenroute.tools.bench.dispatch.options import check_cells, parse_dispatch
 from evenroute.tools.bench.dispatch.traffic import draw_batches
+from evenroute.tools.bench.dispatch_options import check_cells, parse_dispatch
 from evenroute.tools.errors import fail
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples/data"
