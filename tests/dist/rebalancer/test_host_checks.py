@@ -104,6 +104,27 @@ def test_contradictions_and_odd_combinations_are_told(tmp_path):
             check_host(load_config(None, settings))
 
 
+def test_what_other_users_could_read_is_told(tmp_path):
+    """S8: a store for all to read, and metrics for all to see, are allowed and never pass without a word."""
+    store = tmp_path / "run.db"
+    store.touch(mode=0o600)
+
+    def told(**changed):
+        settings = {"bind": f"ipc://{tmp_path}/r.sock", "store": str(store), **changed}
+        return check_host(load_config(None, {"rebalancer": settings}))
+
+    assert told(http_bind="127.0.0.1:0") == []
+    for mode in (0o644, 0o640, 0o602):
+        store.chmod(mode)
+        (warning,) = told()
+        assert warning.startswith(f"rebalancer.store: {store} has mode {mode:03o}: other users can read")
+    store.chmod(0o600)
+    (warning,) = told(http_bind="0.0.0.0:0")
+    assert warning.startswith(
+        "rebalancer.http_bind: 0.0.0.0:0 is not a loopback address: anybody who reaches it"
+    )
+
+
 def test_intervals_in_words():
     assert parse_interval("60") == (60.0, "seconds")
     assert parse_interval("1.5s") == (1.5, "seconds")
