@@ -7,6 +7,7 @@ and `StoreError` when they can't be done (disk full): then nothing of them is ke
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -88,14 +89,4 @@ class ProtocolStore(Protocol):
 
 def job_row(job: JobShape) -> JobRow:
     """A run's shape as the store keeps it."""
-    return JobRow(
-        model=job.model,
-        phase="",
-        num_layers=job.num_layers,
-        num_logical_experts=job.num_logical_experts,
-        num_slots=job.num_slots,
-        ep_size=job.ep_size,
-        num_nodes=job.num_nodes,
-        top_k=job.top_k,
-        shared_counts=job.shared_counts,
-    )
+    return JobRow(phase="", **msgspec.structs.asdict(job))

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from evenroute.eplb._fields import named
 from evenroute.eplb._io import check_target
 from evenroute.eplb.dump.format import (
     END,
@@ -34,7 +35,6 @@ from evenroute.eplb.dump.format import (
     TokensMeta,
     WindowMeta,
     frame_parts,
-    named,
     narrow,
 )
 from evenroute.eplb.dump.partial import hold, partial_path, remove_left

@@ -1,53 +1,51 @@
-"""The facts that `evenroute inspect` shows: of each source, or of the difference between two."""
+"""What `evenroute inspect` finds: the facts of each source, or of the difference between two, and a plan's effect."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from evenroute.eplb.analysis.history import History
-    from evenroute.eplb.loads.source import LoadSource, PlacementMap
+import numpy as np
+
+from evenroute.eplb.analysis.facts import (
+    diff_facts,
+    diff_placements,
+    history_facts,
+    layer_facts,
+    named_balancedness,
+    placement_only_facts,
+    source_facts,
+)
+from evenroute.eplb.analysis.history import History, Using, choose_placement, read_history
+from evenroute.eplb.files.ranks import without_damaged
+from evenroute.eplb.loads.balance import RankLoadMap, balancedness
+from evenroute.eplb.loads.source import LoadSource, PlacementMap
+from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.plan import figure, plan_placement
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The options of one call."""
+class InspectSettings:
+    """What one call asks for: `layer` in detail, window ranges [first, end), sizes that files do not state, how many
+    experts and ranks to list, slots to plan for."""
 
     layer: int | None = None
-    diff: bool = False
     windows: tuple[tuple[int, int | None], ...] = ()
-    placement: Path | None = None
     ep_size: int | None = None
     num_nodes: int | None = None
     num_slots: int | None = None
-    num_experts: int | None = None
-    layout: str | None = None
     top: int = 10
-    as_json: bool = False
     plan_slots: int | None = None
-    html: Path | None = None
-    png: Path | None = None
-    unfinished: bool = False
-
-
-def placement_override(settings: Settings) -> PlacementMap | None:
-    """The placement of `--placement`, from a file of any known form."""
-    from evenroute.tools.inputs import open_placement
-
-    return None if settings.placement is None else open_placement(settings.placement)
 
 
 def history_of(
     source: LoadSource,
-    settings: Settings,
+    settings: InspectSettings,
     override: PlacementMap | None,
     window: tuple[int, int | None] | None,
 ) -> History:
     """One pass over a source as the options ask for it."""
-    from evenroute.eplb.analysis.history import choose_placement, read_history
-
     using = choose_placement(
         source,
         ep_size=settings.ep_size,
@@ -62,14 +60,10 @@ def history_of(
     return read_history(source, using, keep=keep, follow_placements=override is None)
 
 
-def source_facts(
-    sources: list[LoadSource], settings: Settings, override: PlacementMap | None, errors: list[str]
+def facts_of_sources(
+    sources: list[LoadSource], settings: InspectSettings, override: PlacementMap | None, errors: list[str]
 ) -> tuple[dict[str, Any], list[History]]:
     """What is in each source; a damaged source is a line among the errors, its good files stay."""
-    from evenroute.eplb.analysis.facts import history_facts, layer_facts, placement_only_facts
-    from evenroute.eplb.analysis.facts import source_facts as known_facts
-    from evenroute.eplb.files.ranks import without_damaged
-
     if len(settings.windows) > 1:
         raise ValueError("--windows: more than one range needs --diff")
     window = settings.windows[0] if settings.windows else None
@@ -80,7 +74,7 @@ def source_facts(
     while left:
         source = left.pop(0)
         if source.time_line:
-            found.append({**known_facts(source), "time_line": source.time_line})
+            found.append({**source_facts(source), "time_line": source.time_line})
             continue
         if not source.has_loads:
             found.append(placement_only_facts(source))
@@ -105,12 +99,8 @@ def source_facts(
     return {"sources": found, "errors": errors}, histories
 
 
-def _plan(history: History, settings: Settings) -> dict[str, Any]:
+def _plan(history: History, settings: InspectSettings) -> dict[str, Any]:
     """What a full plan for `--plan-slots` gains on this history's loads."""
-    from evenroute.eplb.analysis.facts import named_balancedness
-    from evenroute.eplb.loads.balance import RankLoadMap, balancedness
-    from evenroute.tools.report.pictures import planned
-
     if not history.total.any():
         return {"num_slots": settings.plan_slots, "balancedness": None, "moves": 0, "reason": "no load"}
     placement, moves, reason = planned(history, settings)
@@ -124,11 +114,9 @@ def _plan(history: History, settings: Settings) -> dict[str, Any]:
 
 
 def difference(
-    sources: list[LoadSource], settings: Settings, override: PlacementMap | None
+    sources: list[LoadSource], settings: InspectSettings, override: PlacementMap | None
 ) -> tuple[dict[str, Any], list[History]]:
     """What changed from the first to the second of `--diff`."""
-    from evenroute.eplb.analysis.facts import diff_facts, diff_placements
-
     if len(sources) == 2 and all(source.placement_map and not source.has_loads for source in sources):
         return {"diff": diff_placements(*sources, ep_size=settings.ep_size), "errors": []}, []
     loads = [source for source in sources if source.has_loads]
@@ -148,3 +136,56 @@ def difference(
         if window is not None:
             facts[name] = f"{source.path} windows {window[0]}:{'' if window[1] is None else window[1]}"
     return {"diff": facts, "errors": []}, [first, second]
+
+
+def planned(history: History, settings: InspectSettings) -> tuple[Placement, int, str]:
+    """A full plan for the history's totals: placement, moves from the placement in use, and its reason."""
+    using = history.using
+    assert using is not None
+    topology = Topology(using.ep_size, settings.num_nodes or history.source.num_nodes)
+    current = current_placement(history, using)
+    slots = settings.plan_slots or using.num_slots
+    if settings.plan_slots is None and slots == history.source.num_logical_experts:
+        slots += using.ep_size  # one redundant slot a rank: without any, a plan can only exchange places
+    start = None if current is None else widened(_on(current, topology), slots)
+    plan = plan_placement(history.total, topology=topology, num_slots=slots, current=start)
+    moves = plan.moves if current is None else _on(current, topology).moved_slots(plan.placement)
+    balance = history.balancedness()
+    before = None if balance is None else balance.mean
+    reason = f"full plan: balancedness {figure(before)} -> {figure(plan.predicted.mean)}, {int(moves.sum()):,} moves"
+    return plan.placement, int(moves.sum()), reason
+
+
+def widened(placement: Placement, num_slots: int) -> Placement | None:
+    """The placement with more slots a rank, filled with experts that the rank lacks; None for fewer slots.
+
+    A plan for more slots compares itself with it, and so keeps experts where they are.
+    """
+    ranks = placement.topology.ep_size
+    if num_slots == placement.num_slots:
+        return placement
+    if num_slots < placement.num_slots or num_slots % ranks:
+        return None
+    more = num_slots // ranks - placement.num_local_slots
+    experts = placement.num_logical_experts
+    rows = placement.physical_to_logical.reshape(placement.num_layers, ranks, -1)
+    held = placement.holds()
+    # A rank's first missing experts, looked for from a different place on every rank.
+    order = (np.arange(experts)[None, :] + np.arange(ranks)[:, None] * more) % experts
+    missing = ~np.take_along_axis(held, np.broadcast_to(order, held.shape), axis=2)
+    place = np.argsort(~missing, axis=2, kind="stable")[:, :, :more]
+    extra = np.take_along_axis(np.broadcast_to(order, held.shape), place, axis=2)
+    wide = np.concatenate([rows, extra.astype(np.int32)], axis=2).reshape(placement.num_layers, num_slots)
+    return Placement(wide, experts, placement.topology)
+
+
+def _on(placement: Placement, topology: Topology) -> Placement:
+    """The same rows over a topology with other nodes."""
+    if placement.topology == topology:
+        return placement
+    return Placement(placement.physical_to_logical, placement.num_logical_experts, topology, placement.shares)
+
+
+def current_placement(history: History, using: Using) -> Placement | None:
+    """The placement used last, where it is one that obeys the rules."""
+    return history.achieved[-1].event.placement if history.achieved else using.placement
