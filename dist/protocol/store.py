@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.dist.wire.messages import JobShape
-from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.store.schema import (
     JobRow,
     PublishedPlacement,
@@ -57,19 +56,7 @@ class ProtocolStore(Protocol):
         """In one transaction: each window whose seq is above the stored last_seq[run, rank] is inserted and becomes
         last_seq; the others are duplicates. Committed when this returns."""
 
-    def add_placement(
-        self,
-        placement: Placement,
-        *,
-        epoch: int,
-        version: int,
-        now: float,
-        moves: NDArray[np.int64],
-        policy: str,
-        reason: str,
-        balancedness_before: float | None = None,
-        balancedness_predicted: float | None = None,
-    ) -> None:
+    def add_placement(self, published: PublishedPlacement) -> None:
         """Keep a placement under its key, and its rows under their digests."""
 
     def newest_placement(self) -> PublishedPlacement | None:

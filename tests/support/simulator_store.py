@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.dist.protocol.store import RankWindowRow, Receipt
+from evenroute.dist.protocol.store import PublishedPlacement, RankWindowRow, Receipt
 from evenroute.dist.wire.messages import JobShape
-from evenroute.eplb.placement.placement import Placement
 from support.memory_store import MemoryStore
 from support.simulator_history import History, SealRecord, WriteRecord
 
@@ -37,9 +36,9 @@ class SimStore(MemoryStore):
         self._wrote(epoch, "windows")
         return receipts
 
-    def add_placement(self, placement: Placement, *, epoch: int, **other: Any) -> None:
-        super().add_placement(placement, epoch=epoch, **other)
-        self._wrote(epoch, "a placement")
+    def add_placement(self, published: PublishedPlacement) -> None:
+        super().add_placement(published)
+        self._wrote(published.epoch, "a placement")
 
     def keep_row(
         self, digest: int, slots: NDArray[np.int32], shares: NDArray[np.uint16] | None, *, epoch: int | None
