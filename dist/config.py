@@ -8,19 +8,18 @@ annotation; `_check_fields` reads them.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Annotated, Any, NamedTuple
 
 from evenroute.dist.wire.address import Address, bracketed, parse_address
-from evenroute.eplb._checks import LEAST_S, MOST_S, as_path, shown
+from evenroute.eplb._checks import LEAST_S, MOST_S, as_path, nearest, shown
 from evenroute.eplb._io import read_input_text
 
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]+|\*", re.ASCII)
@@ -96,9 +95,7 @@ class RebalancerSettings:
 
     bind: str = ""
     store: str = ""
-    http_bind: str = (
-        ""  # HOST:PORT of the page, its API, health and metrics, "" = none; port 0 is an automatic one
-    )
+    http_bind: str = ""  # HOST:PORT of the page, its API and metrics, "" = none; port 0 is an automatic one
     ready_file: str = ""  # JSON with the bound addresses and the pid, written once it serves
     log_level: Annotated[str, _one_of("debug", "info", "warning", "error")] = "info"
     log_format: Annotated[str, _one_of("text", "json")] = "text"
@@ -108,9 +105,7 @@ class RebalancerSettings:
     max_rank_silence_s: Seconds = 10.0  # a rank not heard for so long is reported missing
     version_limit_s: Seconds = 30.0  # first time-out of a version that is not taken up; doubles
     listen_s: Seconds = 10.0  # at start: ranks of a known run are waited for so long
-    member_silence_s: Seconds = (
-        1.0  # after a rank halted: one that says nothing for so long is taken for dead
-    )
+    member_silence_s: Seconds = 1.0  # after a rank halted: one that says nothing for so long is dead
 
     def __post_init__(self) -> None:
         _check_fields("rebalancer", self)
@@ -133,7 +128,9 @@ class PlannerSettings:
     hierarchical (a full plan at every interval). `target`, `max_moves` (of one plan; no full plan is made) and
     `num_groups` (above 1: groups stay on their node) limit it. Moves must save more than they cost in `life_s`; until
     ranks have measured it, `slot_s` (a rank's fetch of one) and `load_fraction` (of a step, that follows the hottest
-    rank) are taken, else defaults. A `function`, called as `plan_placement` is, decides in place of the policy.
+    rank) are taken, else defaults. With `small_batches` uneven shares come with sets for small and medium batches,
+    planned by `expert_us` and `token_us` (`evenroute bench experts`), else by a roofline. A `function`, called as
+    `plan_placement` is, decides in place of the policy.
     """
 
     enabled: bool = True
@@ -148,6 +145,9 @@ class PlannerSettings:
     life_s: Seconds = 300.0  # how long a plan is expected to serve
     slot_s: Annotated[float | None, _range(1e-9, 3600)] = None
     load_fraction: Annotated[float | None, Rule(lambda value: 0 < value <= 1, "a part in (0, 1]")] = None
+    small_batches: bool = True
+    expert_us: Annotated[float | None, _range(1e-6, 1e9)] = None  # microseconds of an expert touched
+    token_us: Annotated[float | None, _range(1e-6, 1e9)] = None  # of a token, beyond that
     time_limit_s: Seconds = 60.0
     degraded_after: Annotated[int, _range(1, 10**9)] = 3  # intervals without a successful plan
     function: Annotated[str, Rule(_is_function, "MODULE:FUNCTION")] = ""
@@ -156,6 +156,10 @@ class PlannerSettings:
         _check_fields("planner", self)
         full = not self.function and self.policy in ("global", "hierarchical")
         expected = f"none with planner.policy {self.policy}: a full plan moves what it needs"
+        both = (self.expert_us is None) == (self.token_us is None)
+        _require(
+            "planner", "token_us", self.token_us, both, "a number exactly where planner.expert_us is one"
+        )
         for name in ("max_moves", "target"):
             _require("planner", name, getattr(self, name), not full or getattr(self, name) is None, expected)
         low, high = LEAST_S, MOST_S
@@ -282,13 +286,6 @@ def read_toml(path: str | PathLike[str]) -> dict[str, dict[str, object]]:
         if not isinstance(table, dict):
             raise ValueError(f"config {path}: {name} must be a table [{name}]")
     return tables
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ ", did you mean ...?" where a known name is close, else the known names."""
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else f", expected one of {', '.join(known)}"
 
 
 T = typing.TypeVar("T")

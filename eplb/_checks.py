@@ -7,8 +7,9 @@ but for the range in `as_integers`.
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from operator import index
 from pathlib import Path
@@ -214,3 +215,10 @@ def require_callable(name: str, value: Any, takes: str) -> None:
 
 def _class_or(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else describe(value)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ ", did you mean ...?" where a known name is close, else the known names."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f", did you mean {close[0]!r}?" if close else f", expected one of {', '.join(known)}"

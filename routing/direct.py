@@ -216,7 +216,7 @@ class DirectLaunch:
         counts, tickets = self.fixed[layer]
         seed, state, chunks = self.seed, self.seed, 0
         stream = self.current_stream(self.index)
-        tables = self.plan.tables.layer_row(layer, rows).data_ptr()
+        tables = self.plan.view_of(rows).layer_rows[layer].data_ptr()
         if form.deal is not None and self.state is not None:
             self.state.hold(rows)
             state, chunks = self.state.words.data_ptr(), self.state.chunks

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from evenroute.routing.settings.modes import Mode
-from evenroute.routing.tables.tables import SPAN_COUNT_BITS, DispatchTables
+from evenroute.routing.tables.row import SPAN_COUNT_BITS
 from evenroute.routing.tables.tickets import TREE_REPLICAS
+from evenroute.routing.tables.view import TableView
 
 SHARE_TOTAL = 65535
 _MASK32 = 0xFFFFFFFF
@@ -63,7 +64,7 @@ def deal_tickets(ids: Tensor, valid: Tensor, tickets: Tensor) -> Tensor:
     return now.reshape(ids.shape)
 
 
-def pick_by_ticket(tables: DispatchTables, layer: int, ids: Tensor, tickets: Tensor, mode: Mode) -> Tensor:
+def pick_by_ticket(tables: TableView, layer: int, ids: Tensor, tickets: Tensor, mode: Mode) -> Tensor:
     """Replica index `[T, K]`: tickets in turn, ranks from different starts; uneven experts in planned shares.
 
     Shares: after n tickets from the start of the count (ticket 0) every replica has its share x n within 1, whatever
@@ -105,7 +106,7 @@ def split_shares(threshold: Tensor, offset: Tensor, count: Tensor, tickets: Tens
     return replica + (live & ~split(inner, total, turn)[0])
 
 
-def pick_by_hash(tables: DispatchTables, layer: int, ids: Tensor, hashes: Tensor, mode: Mode) -> Tensor:
+def pick_by_hash(tables: TableView, layer: int, ids: Tensor, hashes: Tensor, mode: Mode) -> Tensor:
     """Replica index `[T, K]` from 32-bit hashes; with `mode.weighted` in the planned shares."""
     offset, count, uneven = spans(tables, layer, ids)
     replica = (hashes * count) >> 32
@@ -121,7 +122,7 @@ def pick_by_hash(tables: DispatchTables, layer: int, ids: Tensor, hashes: Tensor
     return replica
 
 
-def spans(tables: DispatchTables, layer: int, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def spans(tables: TableView, layer: int, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(offset, replicas, shares are uneven) of every id; ids must lie in [0, E)."""
     span = tables.replica_span[layer].long()[ids]
     return span >> (SPAN_COUNT_BITS + 1), (span >> 1) & ((1 << SPAN_COUNT_BITS) - 1), (span & 1).bool()

@@ -16,6 +16,7 @@ from evenroute.routing.kernels.types import Columns, Emit, TableColumns
 from evenroute.routing.settings.config import RouterConfig
 from evenroute.routing.settings.modes import Mode
 from evenroute.routing.tables.tables import DispatchTables, fits_payload
+from evenroute.routing.tables.view import TableView
 
 OUTPUT_NAMES = ("weights", "physical_ids", "logical_ids", "local_ids", "packed_ids", "slot_histogram")
 CHOICE_NAMES = ("physical_ids", "logical_ids", "local_ids", "packed_ids")
@@ -97,6 +98,10 @@ class RouterPlan:
         if batch is None or batch.small is None or num_tokens >= batch.rows:
             return self.mode
         return batch.small
+
+    def view_of(self, num_tokens: int) -> TableView:
+        """The tables' columns that a batch of T rows is dealt by: of its class, where planned shares are."""
+        return self.tables.of_batch(num_tokens) if self.mode.weighted else self.tables
 
     @cached_property
     def salt(self) -> int:

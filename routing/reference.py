@@ -218,7 +218,7 @@ def _given(weights: Tensor) -> Tensor:
 
 def dispatch_slots(plan: RouterPlan, call: RouteCall, safe: Tensor, valid: Tensor) -> Tensor:
     """Slot of every (token, expert) `[T, K]`; entries with `valid` false are arbitrary but in range."""
-    tables, layer, mode = plan.tables, call.layer, plan.mode_of(call.num_tokens)
+    tables, layer, mode = plan.view_of(call.num_tokens), call.layer, plan.mode_of(call.num_tokens)
     if mode.pick == "batch":
         counts, positions = count_pairs(safe, valid, plan.config.num_experts)
         if plan.batch is not None and plan.batch.node is not None:

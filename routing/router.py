@@ -126,6 +126,8 @@ class Router:
             counters.enable_tickets()
             if mode.weighted:
                 tables.enable_sequences()
+        if mode.weighted:
+            tables.hold_classes(config.top_k, shared=tokens == "shared")
         if backend == "triton" and tables.device.type != "cuda":
             raise ValueError(f"backend='triton' needs CUDA tensors, the tables lie on {tables.device}")
         if backend == "interpret":

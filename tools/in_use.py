@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from evenroute.eplb.loads.source import LoadSource, PlacementEvent
 from evenroute.eplb.placement.placement import Placement
@@ -31,7 +32,7 @@ def placement_in_use(
             if num_slots is not None and made.num_slots != num_slots:
                 continue
             if topology is not None and made.topology != topology:
-                made = Placement(made.physical_to_logical, made.num_logical_experts, topology, made.shares)
+                made = replace(made, topology=topology)
             when = "newest" if newest else "first"
             how = "published" if source.placements_are == "published" else "in use"
             return made, f"the {when} placement {how} in {source.path.name} ({made.num_slots} slots)"

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from evenroute.dist.config import AgentConfig, build_section, nearest
+from evenroute.dist.config import AgentConfig, build_section
 from evenroute.dist.weights.weight_mover import MigrationConfig
-from evenroute.eplb._checks import one_line, require_choice, shown
+from evenroute.eplb._checks import nearest, one_line, require_choice, shown
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 

@@ -84,8 +84,6 @@ class RankCounters:
 
     dropped_run: int = 0
     dropped_epoch: int = 0
-    placements_accepted: int = 0
-    placements_old: int = 0
     refusals: list[str] = field(default_factory=list)  # of both sides: the last ten, one line each
     refused_by_rebalancer: list[str] = field(default_factory=list)  # its last ten reasons
 
@@ -202,10 +200,8 @@ class RankCore:
     def _receive_placement(self, message: PlacementMessage | PreparedPlacement) -> None:
         plain = message.message if isinstance(message, PreparedPlacement) else message
         if plain.key < self.newest.key:
-            self.counters.placements_old += 1
             return
         if plain.key == self.newest.key:
-            self.counters.placements_old += 1
             if plain.digest != self.newest.digest and plain.key > self.conflict:
                 self.conflict, self._status_due = plain.key, True
             return
@@ -216,7 +212,6 @@ class RankCore:
             self._note(f"version {plain.key}: {prepared.error}")
             return
         self.newest = prepared.version
-        self.counters.placements_accepted += 1
 
     def tick(self, now: float) -> list[Up]:
         """What is due: a status after a change or as heartbeat, the window in flight again. Call it at `next_time`,

@@ -203,7 +203,7 @@ class RebalancerCore:
             return self._refuse(peer, message.run, "rows", f"rank {message.rank}: {error}")
         for digest, row in found.items():
             try:
-                self._store.keep_row(digest, row.slots, row.shares, epoch=self.epoch)
+                self._store.keep_row(digest, row, epoch=self.epoch)
             except StoreError as error:
                 self._store_failed(f"live row not kept: {error}")
         return self._advance(now)

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from evenroute.dist.wire.messages import JobShape
+from evenroute.eplb.placement.placement import PlacementRow
 from evenroute.eplb.store.schema import (
     JobRow,
     PublishedPlacement,
@@ -62,12 +61,10 @@ class ProtocolStore(Protocol):
     def newest_placement(self) -> PublishedPlacement | None:
         """The placement with the highest key."""
 
-    def keep_row(
-        self, digest: int, slots: NDArray[np.int32], shares: NDArray[np.uint16] | None, *, epoch: int | None
-    ) -> None:
+    def keep_row(self, digest: int, row: PlacementRow, *, epoch: int | None) -> None:
         """Keep a live row under its digest."""
 
-    def find_row(self, digest: int) -> tuple[NDArray[np.int32], NDArray[np.uint16] | None] | None:
+    def row(self, digest: int) -> PlacementRow | None:
         """The row kept under ``digest``."""
 
     def add_event(self, kind: str, text: str, *, epoch: int | None, now: float) -> None:

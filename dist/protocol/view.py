@@ -96,12 +96,10 @@ class RunView:
 
     def _find(self, digest: int) -> PlacementRow | None:
         try:
-            found = self._store.find_row(digest)
+            found = self._store.row(digest)
         except StoreError:
             return None  # unusable, as if absent: the rank is asked
-        if found is None or len(found[0]) != self.job.num_slots:
-            return None
-        return PlacementRow(*found)
+        return None if found is None or len(found.slots) != self.job.num_slots else found
 
     def heard_all(self) -> bool:
         """Whether each rank of the run was heard."""

@@ -29,6 +29,7 @@ from evenroute.dist.wire.placement import pack_placement, unpack_placement
 from evenroute.eplb.loads.balance import placement_balancedness, rank_loads
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.classes.times import given_times
 from evenroute.eplb.planner.cost import TimeCosts
 from evenroute.eplb.planner.full import check_hierarchical
 from evenroute.eplb.planner.plan import Plan
@@ -81,6 +82,8 @@ def policy_settings(settings: PlannerSettings, job: JobShape) -> PolicySettings:
         uneven_shares=settings.policy in ("auto", "weighted"),
         hierarchical=kept,
         num_groups=settings.num_groups,
+        top_k=job.top_k if settings.small_batches else None,
+        expert_times=given_times(settings.expert_us, settings.token_us),
         **given,  # type: ignore[arg-type]
     )
 

@@ -15,9 +15,9 @@ from msgspec import Meta, Struct
 
 from evenroute.eplb._io import visible
 
-PROTOCOL_VERSION: Final = 3
-"""2 brought `Refusal`, `Goodbye`, a rank's ``identity`` and bounds on steps; 3 `RankCosts`. Another version is refused
-by name."""
+PROTOCOL_VERSION: Final = 4
+"""2 brought `Refusal`, `Goodbye`, a rank's ``identity`` and bounds on steps; 3 `RankCosts`; 4 sets of shares for small
+batches. Another version is refused by name."""
 DEFAULT_FRAME_LIMIT: Final = 32 * 1024 * 1024
 """Bytes. The largest frame of kimi-k3 (92 layers, 1,024 slots, 896 experts) has 0.7 MB."""
 
@@ -56,7 +56,10 @@ class JobShape(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WirePlacement(Struct, frozen=True, forbid_unknown_fields=True):
-    """A placement: ``physical_to_logical`` int32 [L, P]; ``shares`` uint16 [L, P], None = even in all layers."""
+    """A placement: ``physical_to_logical`` int32 [L, P]; ``shares`` uint16 [L, P], None = even in all layers.
+
+    Behind the shares those of small batches, if any: see `eplb.placement.classes.pack_shares`.
+    """
 
     num_layers: Size
     num_logical_experts: Size

@@ -24,6 +24,7 @@ from evenroute.dist.wire.messages import (
     WirePlacement,
     decode_frame,
 )
+from evenroute.eplb.placement.classes import packed_lengths
 
 LARGEST_COUNT: Final = 2**47
 
@@ -168,8 +169,10 @@ def check_fits(wire: WirePlacement, job: JobShape) -> None:
             f"placement (layers, experts, slots, ranks, nodes): found {found}, expected {wanted}"
         )
     cells = wire.num_layers * wire.num_slots
-    shares = 2 * cells if wire.shares is None else len(wire.shares)
-    if len(wire.physical_to_logical) != 4 * cells or shares != 2 * cells:
+    lengths = packed_lengths((wire.num_layers, wire.num_slots))
+    shares = lengths[0] if wire.shares is None else len(wire.shares)
+    if len(wire.physical_to_logical) != 4 * cells or shares not in lengths:
         raise MessageError(
-            f"placement: found {len(wire.physical_to_logical)} and {shares} bytes, expected {4 * cells} and {2 * cells}"
+            f"placement: found {len(wire.physical_to_logical)} and {shares} bytes, expected {4 * cells} and "
+            f"{' or '.join(map(str, lengths))}"
         )

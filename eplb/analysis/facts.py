@@ -15,6 +15,7 @@ from evenroute.eplb.loads.balance import Balancedness
 from evenroute.eplb.loads.skew import Floats, skew
 from evenroute.eplb.loads.source import LoadSource
 from evenroute.eplb.loads.total import exact_sum
+from evenroute.eplb.placement.classes import told
 
 TOP = 10
 HOT = 2.0  # an expert is hot while its load is at least so many times its layer's mean
@@ -161,6 +162,7 @@ def placement_facts(found: Achieved) -> dict[str, Any]:
         "predicted": event.balancedness_predicted,
         "achieved": found.mean,
         "num_windows": found.num_windows,
+        "small_batches": told(event.placement.physical_to_logical, event.placement.classes),
     }
 
 
@@ -276,6 +278,7 @@ def placement_only_facts(source: LoadSource) -> dict[str, Any]:
         f"{number / len(rows):.1f} experts a layer with {value}"
         for value, number in zip(values, layers, strict=True)
     )
+    facts["small_batches"] = "" if known.placement is None else told(rows, known.placement.classes)
     if known.ep_size is not None and rows.shape[1] % known.ep_size == 0:
         by_rank = np.sort(rows.reshape(len(rows), known.ep_size, -1), axis=2)
         twice = int((by_rank[:, :, 1:] == by_rank[:, :, :-1]).sum())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -183,7 +183,7 @@ def _on(placement: Placement, topology: Topology) -> Placement:
     """The same rows over a topology with other nodes."""
     if placement.topology == topology:
         return placement
-    return Placement(placement.physical_to_logical, placement.num_logical_experts, topology, placement.shares)
+    return replace(placement, topology=topology)
 
 
 def current_placement(history: History, using: Using) -> Placement | None:

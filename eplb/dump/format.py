@@ -101,7 +101,7 @@ class WindowMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class PlacementMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A placement frame before ``[L, P]`` int32 and, if `has_shares`, ``[L, P]`` uint16."""
+    """A placement frame before ``[L, P]`` int32 and, if `has_shares`, what `pack_shares` gives for them."""
 
     num_slots: _Slots
     ep_size: _Ranks

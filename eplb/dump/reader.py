@@ -40,6 +40,7 @@ from evenroute.eplb.dump.format import (
 from evenroute.eplb.dump.partial import Unfinished, unfinished_in
 from evenroute.eplb.loads.decoding import check_counts, damaged, reading
 from evenroute.eplb.loads.source import Counts, LoadSource, LoadWindow, PlacementEvent
+from evenroute.eplb.placement.classes import unpack_shares
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 
@@ -212,14 +213,13 @@ class DumpReader:
         count = self.header.num_layers * meta.num_slots
         shape = (self.header.num_layers, meta.num_slots)
         rows = np.frombuffer(raw, dtype="<i4", count=count).reshape(shape)
-        shares = None
-        if meta.has_shares:
-            shares = np.frombuffer(raw, dtype="<u2", offset=4 * count).reshape(shape)
+        shares, classes = unpack_shares(raw[4 * count :] if meta.has_shares else None, shape)
         placement = Placement(
             rows.astype(np.int32),
             self.header.num_logical_experts,
             Topology(meta.ep_size, meta.num_nodes),
-            None if shares is None else shares.astype(np.uint16),
+            shares,
+            classes,
         )
         return PlacementEvent(placement, **named(EVENT_FIELDS, meta))
 

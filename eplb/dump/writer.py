@@ -39,6 +39,7 @@ from evenroute.eplb.dump.format import (
 )
 from evenroute.eplb.dump.partial import hold, partial_path, remove_left
 from evenroute.eplb.loads.source import LoadWindow, PlacementEvent
+from evenroute.eplb.placement.classes import pack_shares
 
 _MOST_TAKEN_BACK = 8
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -152,16 +153,17 @@ class DumpWriter:
             raise ValueError(
                 f"placement has {placement.num_layers} layers, the dump has {self.header.num_layers}"
             )
+        shares = pack_shares(placement.physical_to_logical, placement.shares, placement.classes)
         meta = PlacementMeta(
             num_slots=placement.num_slots,
             ep_size=placement.topology.ep_size,
             num_nodes=placement.topology.num_nodes,
-            has_shares=placement.shares is not None,
+            has_shares=shares is not None,
             **named(EVENT_FIELDS, event),
         )
         arrays: list[NDArray[Any]] = [placement.physical_to_logical.astype("<i4")]
-        if placement.shares is not None:
-            arrays.append(placement.shares.astype("<u2"))
+        if shares is not None:
+            arrays.append(np.frombuffer(shares, np.uint8))
         start = self._offset
         self._frame(PLACEMENT, meta, *arrays)
         self._placements.append(start)

@@ -20,11 +20,12 @@ import numpy as np
 
 from evenroute.eplb._checks import as_integer, as_path, require_instance, require_text
 from evenroute.eplb._io import read_input, write_beside_and_rename
+from evenroute.eplb.placement.classes import ShareClasses
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 
 FORMAT = "evenroute-placement"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # of files with sets of shares for small batches; others are written as version 1
 SET_FORMAT = "evenroute-placement-set"
 
 
@@ -43,6 +44,8 @@ class PlacementFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Fa
     digests: list[int]
     physical_to_logical_map: list[list[int]]
     shares: list[list[int]] | msgspec.UnsetType | None = msgspec.UNSET
+    class_rows: list[list[int]] | msgspec.UnsetType = msgspec.UNSET
+    class_shares: list[list[list[int]]] | msgspec.UnsetType = msgspec.UNSET
 
 
 def save_placement(
@@ -71,9 +74,10 @@ def _content(
     require_instance("placement", placement, Placement)
     require_text("model", model)
     require_text("phase", phase)
+    classes = placement.classes
     return PlacementFile(
         format=FORMAT,
-        format_version=FORMAT_VERSION,
+        format_version=1 if classes is None else FORMAT_VERSION,
         model=model,
         phase=phase,
         num_logical_experts=placement.num_logical_experts,
@@ -84,6 +88,8 @@ def _content(
         digests=placement.row_digests().tolist(),
         physical_to_logical_map=placement.physical_to_logical.tolist(),
         shares=msgspec.UNSET if placement.shares is None else placement.shares.tolist(),
+        class_rows=msgspec.UNSET if classes is None else classes.rows.tolist(),
+        class_shares=msgspec.UNSET if classes is None else classes.shares.tolist(),
     )
 
 
@@ -104,10 +110,10 @@ def load_placement(path: str | PathLike[str]) -> tuple[Placement, PlacementFile]
 
 
 def _checked(content: PlacementFile, where: str) -> Placement:
-    if content.format != FORMAT or content.format_version != FORMAT_VERSION:
+    if content.format != FORMAT or content.format_version not in (1, FORMAT_VERSION):
         raise ValueError(
             f"{where}: format is {content.format!r} version {content.format_version}, "
-            f"expected {FORMAT!r} version {FORMAT_VERSION}"
+            f"expected {FORMAT!r} version 1 or {FORMAT_VERSION}"
         )
     try:
         return _placement_of(content)
@@ -132,6 +138,7 @@ def _placement_of(content: PlacementFile) -> Placement:
         content.num_logical_experts,
         Topology(content.ep_size, content.num_nodes),
         shares,
+        _classes_of(content),
     )
     digests = placement.row_digests().tolist()
     if content.digests != digests:
@@ -141,6 +148,21 @@ def _placement_of(content: PlacementFile) -> Placement:
         )
         raise ValueError(f"digests: layer {layer} does not match its row (file edited or damaged)")
     return placement
+
+
+def _classes_of(content: PlacementFile) -> ShareClasses | None:
+    known = [isinstance(content.class_rows, list), isinstance(content.class_shares, list)]
+    if not any(known) and content.format_version == 1:
+        return None
+    if not all(known) or content.format_version == 1:
+        raise ValueError(
+            "class_rows, class_shares: format version 2 has both and version 1 none, "
+            f"found version {content.format_version} with {sum(known)} of them"
+        )
+    try:
+        return ShareClasses(np.asarray(content.class_rows), np.asarray(content.class_shares))
+    except ValueError:
+        raise ValueError("class_rows, class_shares: rows of different lengths") from None
 
 
 class PlacementSetFile(msgspec.Struct, forbid_unknown_fields=True):

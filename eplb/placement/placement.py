@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from evenroute.eplb._checks import as_integer, as_integers, describe, require_instance
 from evenroute.eplb._notebook import heat_map, page, slot_frame
+from evenroute.eplb.placement.classes import ShareClasses, check_classes, pack_shares, stack_classes
 from evenroute.eplb.placement.shares import SHARE_TOTAL as SHARE_TOTAL
-from evenroute.eplb.placement.shares import count_replicas, even_shares, uneven_or_none
+from evenroute.eplb.placement.shares import count_replicas, even_shares, share_sums, uneven_or_none
 from evenroute.eplb.placement.topology import MAX_LOGICAL_EXPERTS, Topology, check_num_slots
 
 DIGEST_MASK = (1 << 62) - 1
@@ -21,10 +22,12 @@ MAX_ENTRIES = 1 << 28  # of a table [L, P] made from numbers alone
 
 
 class PlacementRow(NamedTuple):
-    """One layer: ``slots [P] int32`` (the expert of each slot), ``shares [P] uint16`` or None for even."""
+    """One layer: ``slots [P] int32`` (the expert of each slot), ``shares [P] uint16`` or None for even, and further
+    sets of shares for small batches."""
 
     slots: NDArray[np.int32]
     shares: NDArray[np.uint16] | None
+    classes: ShareClasses | None = None
 
 
 def _blake2b62(*parts: bytes) -> int:
@@ -42,13 +45,14 @@ def _shares(values: Any, shape: tuple[int, ...]) -> NDArray[np.uint16]:
     return shares
 
 
-def row_digest(slots: NDArray[Any], shares: NDArray[Any] | None) -> int:
-    """62-bit blake2b of a layer: ``slots [P]`` as little-endian int32, then uneven ``shares [P]`` as uint16."""
-    parts = [np.ascontiguousarray(slots, dtype="<i4").tobytes()]
+def row_digest(slots: NDArray[Any], shares: NDArray[Any] | None, classes: ShareClasses | None = None) -> int:
+    """62-bit blake2b of a layer: ``slots [P]`` as little-endian int32, then uneven ``shares [P]`` as uint16.
+
+    With classes: even shares too, then ``rows [C]`` as int32 and the classes' shares as uint16.
+    """
     uneven = None if shares is None else uneven_or_none(slots, shares)
-    if uneven is not None:
-        parts.append(np.ascontiguousarray(uneven, dtype="<u2").tobytes())
-    return _blake2b62(*parts)
+    packed = pack_shares(slots, uneven, classes)
+    return _blake2b62(np.ascontiguousarray(slots, dtype="<i4").tobytes(), packed or b"")
 
 
 def placement_digest(row_digests: Sequence[int] | NDArray[np.int64]) -> int:
@@ -81,18 +85,12 @@ def _check_rows(rows: NDArray[np.int32], num_logical_experts: int, ep_size: int)
 
 
 def _check_shares(rows: NDArray[np.int32], shares: NDArray[np.uint16], num_logical_experts: int) -> None:
-    layers = np.arange(len(rows))[:, None]
-    sums = np.bincount(
-        (rows + layers * num_logical_experts).ravel(),
-        weights=shares.ravel().astype(np.float64),
-        minlength=len(rows) * num_logical_experts,
-    ).reshape(len(rows), num_logical_experts)
+    sums = share_sums(rows, shares, num_logical_experts)
     bad = np.argwhere(sums != SHARE_TOTAL)
     if len(bad):
         layer, expert = (int(i) for i in bad[0])
         raise ValueError(
-            f"shares: layer {layer} expert {expert} sums to {int(sums[layer, expert])}, "
-            f"expected {SHARE_TOTAL}"
+            f"shares: layer {layer} expert {expert} sums to {sums[layer, expert]}, expected {SHARE_TOTAL}"
         )
 
 
@@ -102,10 +100,12 @@ def _checked_row(name: str, row: PlacementRow) -> PlacementRow:
     slots = as_integers(f"{name}: slots", row.slots, np.int32, 1 - 2**31, 2**31 - 1)
     if slots.ndim != 1:
         raise ValueError(f"{name}: slots must be [slots], found shape {list(slots.shape)}")
+    if row.classes is not None:
+        require_instance(f"{name}: classes", row.classes, ShareClasses)
     if row.shares is None:
-        return PlacementRow(slots, None)
+        return PlacementRow(slots, None, row.classes)
     try:
-        return PlacementRow(slots, _shares(row.shares, slots.shape))
+        return PlacementRow(slots, _shares(row.shares, slots.shape), row.classes)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -119,16 +119,18 @@ class Placement:
         num_logical_experts: E.
         topology: ranks and nodes.
         shares: ``[L, P] uint16`` summing to 65535 an expert, or None where all layers are even.
+        classes: further sets of shares for small batches, or None.
 
     Raises:
         ValueError: an id out of range, an expert without a slot or twice on a rank, slots that do not divide
-            over the ranks, shares that do not sum to 65535.
+            over the ranks, shares that do not sum to 65535, classes whose rows do not rise.
     """
 
     physical_to_logical: NDArray[np.int32]
     num_logical_experts: int
     topology: Topology
     shares: NDArray[np.uint16] | None = None
+    classes: ShareClasses | None = None
 
     def __post_init__(self) -> None:
         require_instance("topology", self.topology, Topology)
@@ -142,6 +144,9 @@ class Placement:
         _check_rows(rows, self.num_logical_experts, self.topology.ep_size)
         rows.setflags(write=False)
         object.__setattr__(self, "physical_to_logical", rows)
+        if self.classes is not None:
+            classes = check_classes("classes", self.classes, rows, self.num_logical_experts)
+            object.__setattr__(self, "classes", classes)
         if self.shares is None:
             return
         shares = as_integers("shares", self.shares, np.uint16, 0, SHARE_TOTAL)
@@ -158,9 +163,10 @@ class Placement:
     def __repr__(self) -> str:
         layers, slots = self.physical_to_logical.shape
         shares = "even" if self.shares is None else "uneven"
+        sets = "" if self.classes is None else f", {len(self.classes.sizes())} sets for small batches"
         return (
             f"<Placement {layers} layers, {self.num_logical_experts} experts in {slots} slots on "
-            f"{self.topology.ep_size} ranks, {shares} shares>"
+            f"{self.topology.ep_size} ranks, {shares} shares{sets}>"
         )
 
     def _repr_html_(self) -> str:
@@ -207,7 +213,8 @@ class Placement:
         shares = None
         if any(row.shares is not None for row in rows):
             shares = np.stack([even_shares(row.slots) if row.shares is None else row.shares for row in rows])
-        return cls(np.stack([row.slots for row in rows]), num_logical_experts, topology, shares)
+        classes = stack_classes([row.classes for row in rows], lengths.pop())
+        return cls(np.stack([row.slots for row in rows]), num_logical_experts, topology, shares, classes)
 
     @property
     def num_layers(self) -> int:
@@ -226,15 +233,17 @@ class Placement:
         layer = self._layer(layer)
         slots = self.physical_to_logical[layer]
         shares = None if self.shares is None else uneven_or_none(slots, self.shares[layer])
-        return PlacementRow(slots, shares)
+        return PlacementRow(slots, shares, None if self.classes is None else self.classes.of_layer(layer))
 
     def rows(self) -> list[PlacementRow]:
         """Rows of all layers, as `row` gives each."""
-        slots, shares = self.physical_to_logical, self.shares
-        if shares is None:
-            return [PlacementRow(row, None) for row in slots]
-        uneven = (shares != even_shares(slots)).any(axis=1)
-        return [PlacementRow(slots[i], shares[i] if uneven[i] else None) for i in range(len(slots))]
+        slots, shares, classes = self.physical_to_logical, self.shares, self.classes
+        own: list[NDArray[np.uint16] | None] = [None] * len(slots)
+        if shares is not None:
+            uneven = (shares != even_shares(slots)).any(axis=1)
+            own = [shares[i] if uneven[i] else None for i in range(len(slots))]
+        sets = [None if classes is None else classes.of_layer(i) for i in range(len(slots))]
+        return [PlacementRow(*parts) for parts in zip(slots, own, sets, strict=True)]
 
     def all_shares(self) -> NDArray[np.uint16]:
         """A copy of the shares ``[L, P]``, even ones written out."""
@@ -257,7 +266,12 @@ class Placement:
         if self.shares is not None or row.shares is not None:
             shares = self.all_shares()
             shares[layer] = even_shares(row.slots) if row.shares is None else row.shares
-        return Placement(table, self.num_logical_experts, self.topology, shares)
+        classes = None
+        if self.classes is not None or row.classes is not None:
+            sets = [each.classes for each in self.rows()]
+            sets[layer] = row.classes
+            classes = stack_classes(sets, self.num_slots)
+        return Placement(table, self.num_logical_experts, self.topology, shares, classes)
 
     def row_digests(self) -> NDArray[np.int64]:
         """``[L] int64``, 62-bit digests of the rows."""

@@ -53,3 +53,11 @@ def even_shares(slots: NDArray[Any]) -> NDArray[np.uint16]:
 def uneven_or_none(slots: NDArray[Any], shares: NDArray[Any]) -> NDArray[np.uint16] | None:
     """``shares`` as uint16, or None where they are exactly the even ones."""
     return None if np.array_equal(shares, even_shares(slots)) else np.asarray(shares, dtype=np.uint16)
+
+
+def share_sums(rows: NDArray[Any], shares: NDArray[Any], num_logical_experts: int) -> NDArray[np.int64]:
+    """Sum of an expert's shares: ``[L, P]``, ``[L, P]`` -> ``[L, E]``."""
+    keys = rows + np.arange(len(rows), dtype=np.int64)[:, None] * num_logical_experts
+    cells = len(rows) * num_logical_experts
+    sums = np.bincount(keys.ravel(), weights=shares.ravel().astype(np.float64), minlength=cells)
+    return sums.astype(np.int64).reshape(len(rows), num_logical_experts)

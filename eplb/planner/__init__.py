@@ -6,6 +6,7 @@ cost       what a move costs and what balance saves, in time; price/: by the ran
 joint      one placement for several windows at once
 full       a placement from nothing; counts: how many replicas
 moves      from the placement in use: shares and a few moves
+classes/   shares for small batches: few experts touched
 budget     which layers get the moves
 auto       the best of several candidates
 backtest   which combination of windows would have served the next best

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -17,6 +17,8 @@ from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology, check_plan_numbers
 from evenroute.eplb.planner.auto import Candidate, best_candidate, score_of
 from evenroute.eplb.planner.backtest import backtest
+from evenroute.eplb.planner.classes.sets import planned_sets
+from evenroute.eplb.planner.classes.times import ExpertTimes
 from evenroute.eplb.planner.full import check_hierarchical, full_placement, node_bound, spill_from_nodes
 from evenroute.eplb.planner.history.expected import Expected
 from evenroute.eplb.planner.history.memory import WindowMemory
@@ -24,6 +26,7 @@ from evenroute.eplb.planner.history.robust import plan_windows
 from evenroute.eplb.planner.history.windows import (
     COMBINATIONS,
     counting_noise,
+    frequencies,
     noise_notice,
     validate_windows,
 )
@@ -148,12 +151,8 @@ def _auto(loads: NDArray[np.float64], request: _Request) -> tuple[Placement, str
     if request.num_groups > 1 and current.topology.num_nodes > 1:
         policies.append("hierarchical")
     if request.limits.max_moves is None and request.limits.cost is None:
-        limits = MoveLimits(
-            request.limits.target,
-            int(DEFAULT_MOVE_FRACTION * slots),
-            request.limits.max_moves_per_rank,
-        )
-        request = _Request(**{**vars(request), "limits": limits})
+        limits = replace(request.limits, max_moves=int(DEFAULT_MOVE_FRACTION * slots))
+        request = replace(request, limits=limits)
     noise = counting_noise(loads, current.topology, current.num_slots)
     candidates = []
     for policy in policies:
@@ -163,9 +162,8 @@ def _auto(loads: NDArray[np.float64], request: _Request) -> tuple[Placement, str
             none = MoveLimits(max_moves=0)
             made = moved_placement(loads, made, none, weighted=True, num_threads=request.num_threads)
         moves = int(current.moved_slots(made).sum())
-        crossing = None
-        if request.source_loads is not None:
-            crossing = crossing_fraction(made, request.source_loads)
+        sources = request.source_loads
+        crossing = None if sources is None else crossing_fraction(made, sources)
         result = placement_balancedness(loads, made)
         score = score_of(
             policy,
@@ -243,6 +241,8 @@ def plan_placement(
     share_gain: float = 0.0,
     windows: str = "mean",
     source_loads: ArrayLike | None = None,
+    top_k: int | None = None,
+    expert_times: ExpertTimes | None = None,
     num_threads: int | None = None,
 ) -> Plan:
     """Plan a placement for loads ``[L, E]`` or several windows of them, ``[W, L, E]``, oldest first.
@@ -262,10 +262,15 @@ def plan_placement(
             keeps them apart; beyond 16 those that are most alike become one.
         source_loads: ``[R, L, E]`` loads by source rank; full plans then keep tokens on their node where
             that costs no balance.
+        top_k: K routed experts a token; plans with exact shares then carry sets for small batches, planned by
+            ``expert_times`` (default: a roofline).
 
     Raises:
         ValueError: names the field, what was found and what is allowed.
     """
+    if top_k is not None:
+        top_k = as_integer("top_k", top_k, 1)
+    require_instance("expert_times", times := expert_times or ExpertTimes(), ExpertTimes)
     array = validate_windows(loads)
     require_choice("policy", policy, POLICIES)
     require_choice("windows", windows, WINDOW_CHOICES)
@@ -296,7 +301,7 @@ def plan_placement(
     limits = MoveLimits(target, max_moves, max_moves_per_rank, cost)
     request = _Request(in_use, at_start, num_groups, limits, spill, share_gain, sources, num_threads)
     if policy == "joint":
-        return _joint(array, request)
+        return _with_sets(_joint(array, request), array, top_k, times)
     notices: list[str] = []
     how = windows
     if windows == "auto":
@@ -322,15 +327,23 @@ def plan_placement(
     moves = in_use.moved_slots(placement)
     won, reason = reasons.get(id(placement), (policy, ""))
     if not reason:
-        total = int(moves.sum())
-        reason = (
-            f"{policy}: mean balancedness {figure(before.mean)} -> {figure(predicted.mean)} with {total} moved "
-            f"slots ({total / max(1, placement.physical_to_logical.size):.2%})"
-        )
+        total, slots = int(moves.sum()), max(1, placement.physical_to_logical.size)
+        rise = f"mean balancedness {figure(before.mean)} -> {figure(predicted.mean)}"
+        reason = f"{policy}: {rise} with {total} moved slots ({total / slots:.2%})"
     if won == "hierarchical":
         notices.append(_hierarchy_notice(planned_for, placement, request))
     if won != "stay":
         notices += _target_notice(target, predicted)
     notices += noise_notice(array, how, topology, num_slots)
     logger.info("%s%s", reason, "".join(f"; {notice}" for notice in notices))
-    return Plan(placement, won, reason, before, predicted, moves, tuple(notices))
+    plan = Plan(placement, won, reason, before, predicted, moves, tuple(notices))
+    with_shares = won in ("weighted", "shares") or (policy == "auto" and won != "stay")
+    return _with_sets(plan, planned_for[None], top_k if with_shares else None, times)
+
+
+def _with_sets(plan: Plan, windows: NDArray[np.float64], top_k: int | None, times: ExpertTimes) -> Plan:
+    """The plan with sets of shares for small batches, where K is known."""
+    if top_k is None:
+        return plan
+    made, text = planned_sets(plan.placement, frequencies(windows).mean(axis=0), top_k, times)
+    return replace(plan, placement=made, notices=(*plan.notices, text) if text else plan.notices)

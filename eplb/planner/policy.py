@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from evenroute.eplb._checks import as_integer, describe, is_number, require_bool, require_instance
 from evenroute.eplb.loads.balance import Balancedness, validate_loads
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.classes.sets import class_times, classes_text, planned_sets, sets_gain
+from evenroute.eplb.planner.classes.times import ExpertTimes
 from evenroute.eplb.planner.cost import TimeCosts
 from evenroute.eplb.planner.full import check_hierarchical
 from evenroute.eplb.planner.history.expected import Expected
 from evenroute.eplb.planner.history.memory import MAX_KINDS, WindowMemory
-from evenroute.eplb.planner.history.windows import frequencies, sampling_loss
+from evenroute.eplb.planner.history.windows import planning_noise
 from evenroute.eplb.planner.joint import (
     full_joint_placement,
     joint_placement,
@@ -26,6 +27,7 @@ from evenroute.eplb.planner.joint import (
 from evenroute.eplb.planner.layers import check_num_threads
 from evenroute.eplb.planner.plan import Plan
 
+SETS_GAIN = 0.02  # of a small batch's longest rank: new sets alone are published where they save that much
 BUDGET_WINDOWS = (
     20  # over any that many windows in a row the mean of moved slots stays below max_move_fraction
 )
@@ -48,6 +50,8 @@ class PolicySettings:
         uneven_shares: False where the dispatch cannot honour shares: moves then balance even ones.
         hierarchical, num_groups: groups of experts stay on one node.
         max_kinds: kinds of traffic that are remembered.
+        top_k: K routed experts a token; with it plans with uneven shares carry sets of shares for small batches.
+        expert_times: what those sets are planned by.
     """
 
     share_gain: float = 0.0005
@@ -63,6 +67,8 @@ class PolicySettings:
     hierarchical: bool = False
     num_groups: int = 1
     max_kinds: int = MAX_KINDS
+    top_k: int | None = None
+    expert_times: ExpertTimes = field(default_factory=ExpertTimes)
 
     def __post_init__(self) -> None:
         for name in ("share_gain", "share_mean_gain", "max_move_fraction", "move_price", "noise_band"):
@@ -78,6 +84,9 @@ class PolicySettings:
         for name in ("uneven_shares", "hierarchical"):
             require_bool(name, getattr(self, name))
         require_instance("costs", self.costs, TimeCosts)
+        require_instance("expert_times", self.expert_times, ExpertTimes)
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", as_integer("top_k", self.top_k, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +189,7 @@ class RebalancePolicy:
         windows, weights = self.memory.forecast()
         slots = placement.physical_to_logical.size
         max_moves = int(self._credit * self.settings.max_move_fraction * slots)
-        noise = _noise(windows, weights, self.topology, self.num_slots)
+        noise = planning_noise(windows, weights, self.topology, self.num_slots)
         return Question(Expected(windows, weights), max_moves, noise, self._full_wanted, self.costs)
 
     def settle(self, decision: Decision) -> None:
@@ -203,6 +212,36 @@ def answer(
     Raises:
         ValueError: ``hierarchical`` with groups that do not fit the nodes.
     """
+    decision = _decide(question, placement, settings, num_threads)
+    return _with_sets(decision, question.expected, placement, settings)
+
+
+def _with_sets(
+    decision: Decision, expected: Expected, placement: Placement, settings: PolicySettings
+) -> Decision:
+    """The decision's placement with sets of shares for small batches; new sets alone, where they save time."""
+    top_k, times = settings.top_k, settings.expert_times
+    if top_k is None or not settings.uneven_shares:
+        return decision
+    loads, plan = expected.mean_loads(), decision.plan
+    made, text = planned_sets(placement if plan is None else plan.placement, loads, top_k, times)
+    if plan is not None:
+        reason = f"{decision.reason}; {text}" if text else decision.reason
+        return Decision(decision.action, reason, _with_reason(replace(plan, placement=made), reason))
+    gain = sets_gain(placement, made, loads, top_k, times)
+    if gain < SETS_GAIN:
+        held = classes_text(class_times(placement, loads, top_k, times), times)
+        return replace(decision, reason=f"{decision.reason}; {held}") if held else decision
+    before = expected.balancedness(placement)
+    reason = f"shares of small batches: the longest rank takes {gain:.1%} less; {text or 'without sets'}"
+    return Decision(
+        "shares", reason, _with_reason(_plan("shares", made, placement, before, expected), reason)
+    )
+
+
+def _decide(
+    question: Question, placement: Placement, settings: PolicySettings, num_threads: int | None
+) -> Decision:
     expected, even = question.expected, not settings.uneven_shares
     if settings.hierarchical:
         check_hierarchical(
@@ -307,15 +346,3 @@ def _text(value: float | None) -> str:
 
 def _rise(before: Balancedness, after: Balancedness) -> str:
     return f"expected balancedness {_text(before.mean)} -> {_text(after.mean)}"
-
-
-def _noise(
-    windows: NDArray[np.float64], weights: NDArray[np.float64], topology: Topology, num_slots: int
-) -> float:
-    """Balancedness that sampling costs a plan for these windows: as a window of their effective count loses."""
-    counted = np.array([float(loads.sum(axis=1)[loads.any(axis=1)].mean()) for loads in windows])
-    effective = 1.0 / float((weights**2 / counted).sum())
-    mixed = np.asarray(np.einsum("k,kle->le", weights, frequencies(windows)))
-    busy = mixed.any(axis=1)
-    scaled = mixed[busy] / mixed[busy].sum(axis=1, keepdims=True)
-    return float(sampling_loss(scaled * effective, topology, num_slots).mean())

@@ -52,7 +52,7 @@ def _plan(policy: str) -> None:
 def _decide() -> None:
     """Have `RebalancePolicy` decide all that it can: it hands kernels the read-only rows of placements."""
     for nodes, settings in (
-        (1, PolicySettings()),
+        (1, PolicySettings(top_k=2)),
         (1, PolicySettings(uneven_shares=False)),
         (2, PolicySettings(hierarchical=True, num_groups=2)),
     ):

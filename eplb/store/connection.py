@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 
 from evenroute.eplb._io import open_input
@@ -10,7 +11,10 @@ from evenroute.eplb.store.schema import APPLICATION_ID, FORMAT_VERSION, StoreErr
 
 
 def connect(path: Path, *, read_only: bool, timeout_s: float) -> sqlite3.Connection:
-    """Open the file in autocommit mode; StoreError when that is impossible."""
+    """Open the file in autocommit mode, a new one for this user alone; StoreError when that is impossible."""
+    if not read_only:
+        with suppress(OSError):  # it exists, or SQLite says what is wrong
+            path.touch(mode=0o600, exist_ok=False)
     uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
     try:
         return sqlite3.connect(

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from evenroute.eplb.placement.classes import unpack_shares
 from evenroute.eplb.placement.placement import PlacementRow
 from evenroute.eplb.store.connection import check_format, check_length, connect
 from evenroute.eplb.store.schema import (
@@ -163,7 +164,7 @@ class StoreReader:
             key, digest, sizes, (slots, shares, moves), about = row[:3], row[3], row[4:8], row[8:11], row[11:]
             placement = placement_from_blobs(slots, shares, digest, sizes)  # type: ignore[arg-type]
             moved = np.frombuffer(moves, dtype="<i8").astype(np.int64)  # type: ignore[call-overload]
-            yield PublishedPlacement(*key, placement, moved, *about)  # type: ignore[arg-type, misc]
+            yield PublishedPlacement(*key, placement, moved, *about)  # type: ignore[arg-type, call-arg]
 
     def row(self, digest: int) -> PlacementRow | None:
         """The layer's row kept under `digest`; None when unknown."""
@@ -171,9 +172,10 @@ class StoreReader:
             "SELECT slots, shares FROM placement_rows WHERE digest = ?", (digest,)
         ):
             kept = np.frombuffer(slots, dtype="<i4").astype(np.int32)  # type: ignore[call-overload]
-            if shares is None:
-                return PlacementRow(kept, None)
-            return PlacementRow(kept, np.frombuffer(shares, dtype="<u2").astype(np.uint16))  # type: ignore[call-overload]
+            try:
+                return PlacementRow(kept, *unpack_shares(shares, kept.shape))  # type: ignore[arg-type]
+            except ValueError as error:
+                raise StoreError(f"store {self.path}: a row is truncated or damaged: {error}") from None
         return None
 
     def newest_placement(self) -> PublishedPlacement | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from evenroute.eplb.placement.classes import unpack_shares
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 
@@ -43,6 +44,7 @@ CREATE TABLE rank_windows (
     run INTEGER NOT NULL, rank INTEGER NOT NULL, seq INTEGER NOT NULL, first_step INTEGER NOT NULL,
     last_step INTEGER NOT NULL, time REAL NOT NULL, tokens INTEGER NOT NULL, counts BLOB NOT NULL,
     PRIMARY KEY (run, rank, seq));
+-- shares: as `eplb.placement.classes.pack_shares` writes them, here and in placement_rows.
 CREATE TABLE placements (
     epoch INTEGER NOT NULL, version INTEGER NOT NULL, time REAL NOT NULL, num_layers INTEGER NOT NULL,
     num_logical_experts INTEGER NOT NULL, ep_size INTEGER NOT NULL, num_nodes INTEGER NOT NULL,
@@ -219,14 +221,9 @@ def placement_from_blobs(slots: bytes, shares: bytes | None, digest: int, sizes:
     form the one with this digest."""
     num_layers, num_logical_experts, ep_size, num_nodes = sizes
     try:
-        placement = Placement(
-            np.frombuffer(slots, dtype="<i4").reshape(num_layers, -1).astype(np.int32),
-            num_logical_experts,
-            Topology(ep_size, num_nodes),
-            None
-            if shares is None
-            else np.frombuffer(shares, dtype="<u2").reshape(num_layers, -1).astype(np.uint16),
-        )
+        rows = np.frombuffer(slots, dtype="<i4").reshape(num_layers, -1).astype(np.int32)
+        sets = unpack_shares(shares, rows.shape)
+        placement = Placement(rows, num_logical_experts, Topology(ep_size, num_nodes), *sets)
     except ValueError as error:
         raise StoreError(f"store: a placement is truncated or damaged: {error}") from error
     if placement.digest() != digest:

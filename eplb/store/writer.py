@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from evenroute.eplb.placement.classes import pack_shares
 from evenroute.eplb.placement.placement import PlacementRow
 from evenroute.eplb.store.epochs import EpochStore
 from evenroute.eplb.store.reader import StoreReader
@@ -218,7 +219,7 @@ class HistoryStore(EpochStore):
                     topology.ep_size,
                     topology.num_nodes,
                     placement.physical_to_logical.astype("<i4").tobytes(),
-                    None if placement.shares is None else placement.shares.astype("<u2").tobytes(),
+                    pack_shares(placement.physical_to_logical, placement.shares, placement.classes),
                     placement.digest(),
                     published.balancedness_before,
                     published.balancedness_predicted,
@@ -232,27 +233,13 @@ class HistoryStore(EpochStore):
     def _keep_rows(connection: sqlite3.Connection, rows: Iterable[tuple[int, PlacementRow]]) -> None:
         connection.executemany(
             "INSERT OR IGNORE INTO placement_rows VALUES (?, ?, ?)",
-            (
-                (
-                    digest,
-                    row.slots.astype("<i4").tobytes(),
-                    None if row.shares is None else row.shares.astype("<u2").tobytes(),
-                )
-                for digest, row in rows
-            ),
+            ((digest, row.slots.astype("<i4").tobytes(), pack_shares(*row)) for digest, row in rows),
         )
 
-    def keep_row(
-        self, digest: int, slots: NDArray[np.int32], shares: NDArray[np.uint16] | None, *, epoch: int | None
-    ) -> None:
-        """Keep one layer's row (slots [P], shares [P] or None) under its digest; known digests are left alone."""
+    def keep_row(self, digest: int, row: PlacementRow, *, epoch: int | None) -> None:
+        """Keep one layer's row under its digest; known digests are left alone."""
         with self._transaction(epoch) as connection:
-            self._keep_rows(connection, [(digest, PlacementRow(slots, shares))])
-
-    def find_row(self, digest: int) -> tuple[NDArray[np.int32], NDArray[np.uint16] | None] | None:
-        """The row kept under `digest`: slots [P] int32 and shares [P] uint16 or None; None when unknown."""
-        row = self.row(digest)
-        return None if row is None else (row.slots, row.shares)
+            self._keep_rows(connection, [(digest, row)])
 
     def clear_rank_windows(self, *, epoch: int | None, before: float = math.inf) -> None:
         """Drop the per-rank detail of an earlier recording: what was stored before the time `before`."""

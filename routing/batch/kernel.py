@@ -106,7 +106,7 @@ def lay_out(tables_ptr, CONSTANTS: tl.constexpr):
     index = entry - offset
     following = tl.where(index + 1 < number, entry + 1, offset)
     previous = tl.where(index > 0, entry - 1, offset + number - 1)
-    many = inside & (number > 1)
+    many = inside & (number > 1) & (index < number)
     upper = table_word(tables_ptr, TABLE.replica_threshold, entry, inside, 0)
     lower = table_word(tables_ptr, TABLE.replica_threshold, entry - 1, inside & (index > 0), 0)
     next_upper = table_word(tables_ptr, TABLE.replica_threshold, following, many, 0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from evenroute.routing.dispatch import SHARE_TOTAL, hash_rows, spans
-from evenroute.routing.tables.tables import DispatchTables
+from evenroute.routing.tables.view import TableView
 
 UNITS = 64  # of a token
 ROUNDS = 6
@@ -31,7 +31,7 @@ def count_pairs(ids: Tensor, valid: Tensor, num_experts: int) -> tuple[Tensor, T
     return named[:, :num_experts].sum(0, dtype=torch.int64), positions
 
 
-def solve_batch(tables: DispatchTables, layer: int, counts: Tensor, salt: int) -> Tensor:
+def solve_batch(tables: TableView, layer: int, counts: Tensor, salt: int) -> Tensor:
     """Where each replica's tokens end, [P] int64 in the order of `replica_slot`: the last of an expert at its count.
 
     counts [E] int64: the batch's tokens by logical expert; salt: of the rounding offsets.
@@ -46,7 +46,8 @@ def solve_batch(tables: DispatchTables, layer: int, counts: Tensor, salt: int) -
     units = tokens * UNITS * upper // SHARE_TOTAL - tokens * UNITS * lower // SHARE_TOTAL
     rank, ranks = slots // tables.num_local_slots, tables.topology.ep_size
     following, previous = offset + (place + 1) % number, offset + (place - 1) % number
-    used = (number > 1) & (upper > lower)
+    counted = (number > 1) & (place < number)  # others are without a share in this batch's class
+    used = counted & (upper > lower)
     pair = used & used[following] & ((number > 2) | (place == 0))  # two replicas are one pair
 
     def by_rank(values: Tensor) -> Tensor:
@@ -59,16 +60,14 @@ def solve_batch(tables: DispatchTables, layer: int, counts: Tensor, salt: int) -
         gap, half = load[rank] - load[rank[following]], units // 2
         size = torch.minimum(gap.abs() // divisor, torch.where(gap > 0, half, half[following]))
         flow = torch.where(pair, gap.sign() * size, 0)
-        units = units - flow + flow[previous]
+        units = units - flow + torch.where(counted, flow[previous], 0)
     total = units.cumsum(0)
     before = (total - units)[offset]
     shift = hash_rows(tokens, expert, salt) % UNITS
     return (total - before + shift) // UNITS
 
 
-def pick_by_position(
-    tables: DispatchTables, layer: int, ids: Tensor, positions: Tensor, ends: Tensor
-) -> Tensor:
+def pick_by_position(tables: TableView, layer: int, ids: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
     """Slots [T, K] of the tokens at these positions among their expert's, given where each replica's tokens end."""
     offset, number, _ = spans(tables, layer, ids)
     expert = tables.physical_to_logical[layer].long()[tables.replica_slot[layer].long()]

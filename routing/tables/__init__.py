@@ -1,4 +1,5 @@
 """Dispatch tables: which slots an expert has and in which order its tokens take them.
 
-tables: the device tables of all layers. row: one layer's columns. tickets: the order of a deal by shares.
+tables: the device tables of all layers. view: the columns of one class of batch sizes. row: one layer's columns.
+tickets: the order of a deal by shares.
 """

@@ -90,6 +90,7 @@ def _fill(  # type: ignore[no-untyped-def]
     per_node,
     ep_rank,
     with_entry,
+    only_used,
     sequence_begin,
     p2l,
     offset,
@@ -115,19 +116,27 @@ def _fill(  # type: ignore[no-untyped-def]
         offset[expert + 1] += offset[expert]
     place = offset.copy()
     ranks = np.empty(num_slots, np.int64)
-    for p in range(num_slots):  # in slot order, so that an expert's slots rise
-        entry = place[slots[p]]
-        place[slots[p]] += 1
-        slot[entry] = p
-        slot_entry[p] = entry
-        ranks[entry] = p // local
+    used = np.zeros(num_experts, np.int64)
+    for unused in range(2 if only_used else 1):
+        for p in range(num_slots):  # in slot order, so that an expert's slots rise
+            if only_used and (shares[p] == 0) != (unused == 1):
+                continue
+            entry = place[slots[p]]
+            place[slots[p]] += 1
+            used[slots[p]] += 1 - unused
+            slot[entry] = p
+            slot_entry[p] = entry
+            ranks[entry] = p // local
     for expert in range(num_experts):
-        first, last = offset[expert], offset[expert + 1]
+        first, last = offset[expert], offset[expert] + used[expert]
         count = last - first
         total, uneven = 0, 0
+        for entry in range(last, offset[expert + 1]):
+            threshold[entry] = 65535
         for entry in range(first, last):
             share = 65535 // count + (1 if entry - first < 65535 % count else 0)
-            if len(shares) and shares[slot[entry]] != share:
+            # Placements promise even shares over more than four replicas of a class.
+            if len(shares) and shares[slot[entry]] != share and not (only_used and count > 4):
                 share, uneven = np.int64(shares[slot[entry]]), 1
             total += share
             threshold[entry] = total
@@ -178,7 +187,7 @@ _FAULTS = (
 
 def check_table_row(row: PlacementRow, num_slots: int, num_experts: int, topology: Topology) -> None:
     """ValueError unless a row of [P] integers is one of a placement of this shape (2 us for 288 slots)."""
-    slots, shares = row if isinstance(row, tuple) and len(row) == 2 else (None, None)
+    slots, shares = row[:2] if isinstance(row, tuple) and len(row) in (2, 3) else (None, None)
     for name, values in (("slots", slots), ("shares", shares)):
         if name == "shares" and values is None:
             continue
@@ -195,9 +204,14 @@ def check_table_row(row: PlacementRow, num_slots: int, num_experts: int, topolog
             f"row.slots: experts of [0, {num_experts}) allowed, found {slots.min()}..{slots.max()}"
         )
     known = _EVEN if shares is None else _read_only(shares, np.uint16)
-    fault, where = _row_fault(_read_only(slots, np.int32), known, num_experts, topology.ep_size)
-    if fault:
-        raise ValueError(f"row: {_FAULTS[fault].format(where, experts=num_experts)}")
+    sets = [] if len(row) < 3 or row.classes is None else list(row.classes.shares)
+    for number, one in enumerate((known, *sets)):
+        if number and (one.dtype != np.uint16 or one.shape != slots.shape):
+            raise ValueError(f"row.classes.shares must be uint16 [sets, {num_slots}], found {describe(one)}")
+        checked = (_read_only(slots, np.int32), _read_only(one, np.uint16))
+        fault, where = _row_fault(*checked, num_experts, topology.ep_size)
+        if fault:
+            raise ValueError(f"row: {_FAULTS[fault].format(where, experts=num_experts)}")
 
 
 def fill_table_row(
@@ -206,10 +220,14 @@ def fill_table_row(
     ep_rank: int,
     sequence_begin: int,
     fields: dict[str, NDArray[np.int32]],
+    *,
+    only_used: bool = False,
 ) -> None:
     """Writes one layer's tables into `fields` (names of `FIELDS`, 1-D int32 views of the layer's storage).
 
     sequence_begin: word at which the layer's first order of tickets lies, the others behind it (`ticket_sequence.py`).
+
+    only_used: of an expert's replicas those without a share come last, and are not counted.
 
     The row must come from a checked placement: experts in range, each with a slot, none twice on a rank.
     """
@@ -220,6 +238,7 @@ def fill_table_row(
         topology.ranks_per_node,
         ep_rank,
         fits_payload(len(row.slots), topology.ep_size),
+        only_used,
         sequence_begin,
         *(fields[name] for name in FIELDS),
     )

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from evenroute.eplb._checks import require_instance, require_int
+from evenroute.eplb.placement.classes import default_class_rows
 from evenroute.eplb.placement.placement import Placement, PlacementRow
 from evenroute.eplb.placement.shares import even_shares
 from evenroute.routing.settings.checks import require_device
@@ -17,21 +18,26 @@ from evenroute.routing.tables.row import SPAN_COUNT_BITS, check_table_row, fill_
 from evenroute.routing.tables.tickets import (
     TREE_REPLICAS,
     compile_orders,
-    entry_bits,
     packed_order,
     sequence_capacity,
 )
+from evenroute.routing.tables.view import TableView
 
 __all__ = ["SPAN_COUNT_BITS", "DispatchTables", "fits_payload"]
 
 MAX_SLOTS = 1 << 20
+CLASSES, SMALL, MEDIUM = (
+    3,
+    1,
+    2,
+)  # sets of columns of a layer: the placement's own shares, those of small batches
 _ALIGN = 32  # int32 words: rows start on their own 128-byte lines
 
 
-class DispatchTables:
+class DispatchTables(TableView):
     """Device tables of all layers for one rank; size fixed by (L, E, P), pointers stable for life.
 
-    Attributes (int32, views of one storage):
+    Attributes (int32, views of one storage; those of the placement's own shares, see `of_batch`):
         physical_to_logical [L, P]
         replica_offset [L, E+1], replica_slot [L, P]    slots of expert e: replica_slot[offset[e]:offset[e+1]], rising
         replica_threshold [L, P]   cumulative shares within an expert, the last is 65535
@@ -44,27 +50,20 @@ class DispatchTables:
         replica_depth [L, 1]       0: no uneven expert has more than two replicas; 1: none more than four; 2: some have
         slot_entry [L, P]          where a slot stands in replica_slot
 
-    Memory: 4 (4 P + 6 E) bytes a layer, and 8 KiB for every redundant slot for the orders, were all experts to need one
-    (58 layers of 256 experts in 288 slots: 16 MB). Orders are made (1 ms an expert, kept by shares) once a router deals
-    tickets by shares: `enable_sequences`; `prepare` makes those of a coming placement on any thread.
+    Shares by batch-size class: a layer has such columns for small and for medium batches too, of the placement's set
+    for that size, else as its own shares have them. There only the replicas with a share are counted in replica_span
+    and come first among an expert's. Which batch is of which class is fixed by `hold_classes`, so that a captured graph
+    keeps its class, whatever placements bring.
+
+    Memory: 12 (4 P + 6 E) bytes a layer, and 8 KiB for every redundant slot for the orders, were all experts to need
+    one (58 layers of 256 experts in 288 slots: 17 MB). Orders are made (1 ms an expert, kept by shares) once a router
+    deals tickets by shares: `enable_sequences`; `prepare` makes those of a coming placement on any thread.
 
     Updates are enqueued on the current stream; the host waits only if it overtakes an update of the same layer.
 
     Raises:
         ValueError: there is no such rank or device, or the placement is larger than the tables can be.
     """
-
-    physical_to_logical: Tensor
-    replica_offset: Tensor
-    replica_slot: Tensor
-    replica_threshold: Tensor
-    replica_span: Tensor
-    static_slot: Tensor
-    replica_payload: Tensor
-    static_payload: Tensor
-    replica_sequence: Tensor
-    replica_depth: Tensor
-    slot_entry: Tensor
 
     def __init__(self, placement: Placement, *, ep_rank: int, device: torch.device | str) -> None:
         require_instance("placement", placement, Placement)
@@ -105,7 +104,7 @@ class DispatchTables:
             self.columns[name] = slice(start, start + width)
             start = -(-(start + width) // _ALIGN) * _ALIGN
         self._order_words = sequence_capacity(experts, slots, self.topology.ep_size)
-        words = self.num_layers * (start + self._order_words)
+        words = self.num_layers * (CLASSES * start + self._order_words)
         if words >= 1 << 31:
             raise ValueError(
                 f"dispatch tables of {self.num_layers} layers, {experts} experts, {slots} slots on {topology.ep_size} "
@@ -119,22 +118,42 @@ class DispatchTables:
 
     def _allocate(self, words: int, start: int) -> None:
         self._memory = torch.zeros(words, dtype=torch.int32, device=self.device)
-        self.storage = self._memory[: self.num_layers * start].view(self.num_layers, start)
-        self._orders = self._memory[self.num_layers * start :].view(self.num_layers, self._order_words)
+        first = self.num_layers * CLASSES * start
+        self.storage = self._memory[:first].view(self.num_layers, CLASSES, start)
+        self._orders = self._memory[first:].view(self.num_layers, self._order_words)
         self._with_orders = False
-        self.layer_rows = list(self.storage)  # [L] views, one pointer a layer
-        for name, columns in self.columns.items():
-            setattr(self, name, self.storage[:, columns])
+        self.class_rows: tuple[int, ...] = ()
+        self._small = self._medium = 0  # largest batches of the classes, as calls have them
+        self.views: list[TableView] = [self, TableView(), TableView()]
+        for number, view in enumerate(self.views):
+            view.bind(self._memory, self.storage, self.columns, number, self)
         on_gpu = self.device.type == "cuda"
-        self._host = torch.zeros((self.num_layers, start), dtype=torch.int32, pin_memory=on_gpu)
-        self._rows = self._host.numpy()
-        self._fields = [{name: row[part] for name, part in self.columns.items()} for row in self._rows]
+        self._host = torch.zeros(self.storage.shape, dtype=torch.int32, pin_memory=on_gpu)
+        self._fields = [
+            [{name: row[part] for name, part in self.columns.items()} for row in layer]
+            for layer in self._host.numpy()
+        ]
+        self._in_use: list[PlacementRow] = [PlacementRow(self._host[0, 0].numpy(), None)] * self.num_layers
         self._copied: list[torch.cuda.Event | None] = [None] * self.num_layers
 
-    def layer_row(self, layer: int, num_tokens: int) -> Tensor:
-        """The columns of a layer that a batch of T rows is dispatched by, in one row; its pointer is stable."""
-        row: Tensor = self.layer_rows[layer]
-        return row
+    def hold_classes(self, top_k: int, *, shared: bool) -> None:
+        """Fix the classes of batch sizes for good (`default_class_rows`); shared: a batch is that of all ranks."""
+        if self.class_rows:
+            return
+        ranks = self.topology.ep_size
+        self.class_rows = tuple(default_class_rows(self.num_logical_experts, top_k, ranks))
+        factor = ranks if shared else 1
+        self._small, self._medium = self.class_rows[0] * factor, self.class_rows[-1] * factor
+        for layer, row in enumerate(self._in_use):
+            self._fill(layer, row)
+        self.storage.copy_(self._host, non_blocking=True)
+        self._record(range(self.num_layers))
+
+    def of_batch(self, num_tokens: int) -> TableView:
+        """The columns that shares of a batch of T rows are taken from."""
+        if num_tokens > self._medium:
+            return self
+        return self.views[SMALL if num_tokens <= self._small else MEDIUM]
 
     def load(self, placement: Placement) -> None:
         """Take over a placement of the same shape; raises ValueError for another shape."""
@@ -145,8 +164,8 @@ class DispatchTables:
             raise ValueError(
                 f"placement has (layers, experts, slots, topology) {other}, the tables have {mine}"
             )
-        for layer in range(self.num_layers):
-            self._fill(layer, placement.row(layer))
+        for layer, row in enumerate(placement.rows()):
+            self._fill(layer, row)
             self._write_orders(layer)
         self.storage.copy_(self._host, non_blocking=True)
         self._record(range(self.num_layers))
@@ -171,7 +190,21 @@ class DispatchTables:
         event = self._copied[layer]
         if event is not None:
             event.synchronize()  # the last copy out of this pinned row
-        fill_table_row(row, self.topology, self.ep_rank, self._order_begin(layer), self._fields[layer])
+        self._in_use[layer] = row
+        for number in range(CLASSES if self.class_rows else 1):
+            shares = self._shares_of_class(row, number)
+            own = row if shares is None else PlacementRow(row.slots, shares)
+            begin = self._order_begin(layer) - number * self.storage.shape[2]
+            fields = self._fields[layer][number]
+            fill_table_row(own, self.topology, self.ep_rank, begin, fields, only_used=shares is not None)
+
+    def _shares_of_class(self, row: PlacementRow, number: int) -> NDArray[np.uint16] | None:
+        """Of the first set that is for batches as large as the class has; None: the row's own are for them."""
+        if number == 0 or row.classes is None:
+            return None
+        largest = self.class_rows[0 if number == SMALL else -1]
+        at = int(np.searchsorted(row.classes.rows, largest))
+        return row.classes.shares[at] if at < len(row.classes.rows) else None
 
     def enable_sequences(self) -> None:
         """Make the orders of tickets, now and at every update; a router that deals tickets by shares asks for it."""
@@ -186,21 +219,12 @@ class DispatchTables:
         """Make the orders that this placement's rows will need, so that their updates only copy. On any thread."""
         require_instance("placement", placement, Placement)
         for layer in range(self.num_layers if self._with_orders else 0):
-            slots, shares = placement.row(layer)
+            slots, shares, _ = placement.row(layer)
             if shares is None:
                 continue
             uneven = np.bincount(slots, weights=shares != even_shares(slots)) > 0
             for expert in np.flatnonzero(uneven & (np.bincount(slots) > TREE_REPLICAS)):
                 packed_order(shares[slots == expert].astype(np.int32).tobytes())
-
-    def tickets_in_order(self, layer: int, ids: Tensor, count: Tensor, turn: Tensor) -> Tensor:
-        """Replica of ticket `turn` in [0, 65535) of experts with an order; tensors int64 of one shape."""
-        bits = torch.full_like(count, 16)
-        bits[count <= 256] = entry_bits(256)
-        bits[count <= 16] = entry_bits(16)
-        begin = self.replica_sequence[layer].long()[ids] + layer * self.storage.stride(0)
-        word = self._memory[begin + turn * bits // 32].long()
-        return (word >> (turn * bits % 32)) & ((1 << bits) - 1)
 
     def _order_begin(self, layer: int) -> int:
         """Words from the start of a layer's row to its orders."""
@@ -208,7 +232,7 @@ class DispatchTables:
         return self.storage.numel() - row + orders
 
     def _write_orders(self, layer: int) -> None:
-        fields = self._fields[layer]
+        fields = self._fields[layer][0]
         if not self._with_orders or fields["replica_depth"][0] < 2:
             return
         orders = []

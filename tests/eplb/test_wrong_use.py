@@ -33,7 +33,6 @@ from evenroute.eplb.placement.placement import Placement, PlacementRow
 from evenroute.eplb.placement.shares import even_shares
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner import deepseek
-from evenroute.eplb.planner.elastic import plan_elastic
 from evenroute.eplb.planner.history.windows import validate_windows
 from evenroute.eplb.planner.moves import MoveCost, MoveLimits
 from evenroute.eplb.planner.plan import figure, plan_placement
@@ -95,10 +94,6 @@ INTEGERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "policy": ("num_slots", lambda n: RebalancePolicy(TOPOLOGY, n)),
     "replay.interval": ("interval", lambda n: ReplaySettings(4, 0, interval=n)),
     "replay.redundant": ("num_redundant_experts", lambda n: ReplaySettings(4, n)),
-    "elastic.sources": (
-        "sources: rank 1",
-        lambda n: plan_elastic(LOADS, PLACEMENT, Topology(2), [0, 2.5 if n is None else n]),
-    ),
 }  # fmt: skip
 # those that may be left out
 OPTIONAL_INTEGERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -110,7 +105,6 @@ OPTIONAL_INTEGERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     },
     "plan.num_threads, stay": ("num_threads", lambda n: plan(policy="stay", num_threads=n)),
     "limits": ("max_moves", lambda n: MoveLimits(max_moves=n)),
-    "elastic": ("num_slots", lambda n: plan_elastic(LOADS, PLACEMENT, Topology(2), [0, 1], num_slots=n)),
 }
 HERE = [(name, *case, True) for name, case in INTEGERS.items()]
 HERE += [(name, *case, False) for name, case in OPTIONAL_INTEGERS.items()]
@@ -218,7 +212,6 @@ def test_names(field: str, call: Callable[[Any], Any]) -> None:
         ("loads", lambda x: rank_loads(x, PLACEMENT)),
         ("loads", lambda x: placement_balancedness(x, PLACEMENT)),
         ("loads", lambda x: deepseek.rebalance_experts(x, 12, 1, 1, 4)),
-        ("loads", lambda x: plan_elastic(x, PLACEMENT, Topology(2), [0, 1])),
         ("rank loads", balancedness),
         ("source_loads", lambda x: plan(source_loads="" if x is None else x)),
     ],
@@ -285,7 +278,6 @@ def test_rows(words: str, call: Call) -> None:
             ("placement", lambda x: RebalancePolicy(TOPOLOGY, P).decide(LOADS, x)),
             ("placement", lambda x: save_placement("/nowhere/p.json", x)),
             ("current", lambda x: plan(current=x)),
-            ("current", lambda x: plan_elastic(LOADS, x, TOPOLOGY, [])),
             ("target", PLACEMENT.moved_slots),
             ("start", lambda x: Replay(L, E, ReplaySettings(4, 4), x)),
         )),
@@ -293,13 +285,11 @@ def test_rows(words: str, call: Call) -> None:
             ("topology", lambda x: plan(topology=x)),
             ("topology", lambda x: Placement(PLACEMENT.physical_to_logical, E, x)),
             ("topology", lambda x: Placement.initial(L, E, P, x)),
-            ("topology", lambda x: plan_elastic(LOADS, PLACEMENT, x, [])),
             ("topology", lambda x: RebalancePolicy(x, P)),
         )),
         ("cost must be a MoveCost", lambda x: plan(cost=x), (1.0, "cheap", {}, PLACEMENT)),
         ("costs must be a TimeCosts", lambda x: PolicySettings(costs=x), (1.0, "cheap")),
         ("settings must be a PolicySettings", lambda x: RebalancePolicy(TOPOLOGY, P, x), (0, {}, "")),
-        ("sources must be a list of ranks", lambda x: plan_elastic(LOADS, PLACEMENT, TOPOLOGY, x), (None, 3)),
         ("value must be a number or None", figure, ("x", [1], 1j)),
         ("use_bias must be True or False", lambda x: ModelShape(**{**vars(MODEL_SHAPES["dsv3"]), "use_bias": x}), (1,)),
         ("num_layers must be", lambda x: ModelShape(**{**vars(MODEL_SHAPES["dsv3"]), "num_layers": x}), ("58", 0)),

@@ -67,7 +67,7 @@ class Story:
         digests = self.live.row_digests()
         for layer, digest in enumerate(digests.tolist()):
             row = self.live.row(layer)
-            self.store.keep_row(digest, row.slots, row.shares, epoch=EPOCH)
+            self.store.keep_row(digest, row, epoch=EPOCH)
         key = (EPOCH, self.version) if self.version else (0, 0)
         text = encode_in_use(RUN, key, digests.astype("<i8").tobytes())
         self.store.add_event(IN_USE_EVENT, text, epoch=EPOCH, now=moment)

@@ -3,9 +3,6 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
-import numpy as np
-from numpy.typing import NDArray
-
 from evenroute.dist.protocol.store import (
     JobRow,
     PublishedPlacement,
@@ -14,14 +11,13 @@ from evenroute.dist.protocol.store import (
     StaleEpochError,
     StoreError,
 )
-from evenroute.eplb.placement.placement import Placement, row_digest
+from evenroute.eplb.placement.placement import Placement, PlacementRow, row_digest
 
 
 @lru_cache(maxsize=4096)
-def _rows_of(placement: Placement) -> list[tuple[int, NDArray[np.int32], NDArray[np.uint16] | None]]:
-    """Digest, slots and shares of each row, computed once for the same object."""
-    rows = [placement.row(layer) for layer in range(placement.num_layers)]
-    return [(row_digest(row.slots, row.shares), row.slots, row.shares) for row in rows]
+def _rows_of(placement: Placement) -> list[tuple[int, PlacementRow]]:
+    """Digest and row of each layer, computed once for the same object."""
+    return [(row_digest(*row), row) for row in placement.rows()]
 
 
 class MemoryStore:
@@ -35,7 +31,7 @@ class MemoryStore:
         self.missing: dict[tuple[int, int], int] = {}
         self.failing = False
         self._last_seq: dict[tuple[int, int], int] = {}
-        self._rows: dict[int, tuple[NDArray[np.int32], NDArray[np.uint16] | None]] = {}
+        self._rows: dict[int, PlacementRow] = {}
 
     def check(self, epoch: int | None) -> None:
         """What each transaction checks inside itself."""
@@ -88,19 +84,17 @@ class MemoryStore:
         key = (row.epoch, row.version)
         assert all((known.epoch, known.version) != key for known in self.placements), "a key is used twice"
         self.placements.append(row)
-        for digest, slots, shares in _rows_of(row.placement):
-            self._rows.setdefault(digest, (slots, shares))
+        for digest, kept in _rows_of(row.placement):
+            self._rows.setdefault(digest, kept)
 
     def newest_placement(self) -> PublishedPlacement | None:
         return max(self.placements, key=lambda row: (row.epoch, row.version), default=None)
 
-    def keep_row(
-        self, digest: int, slots: NDArray[np.int32], shares: NDArray[np.uint16] | None, *, epoch: int | None
-    ) -> None:
+    def keep_row(self, digest: int, row: PlacementRow, *, epoch: int | None) -> None:
         self.check(epoch)
-        self._rows.setdefault(digest, (slots, shares))
+        self._rows.setdefault(digest, row)
 
-    def find_row(self, digest: int) -> tuple[NDArray[np.int32], NDArray[np.uint16] | None] | None:
+    def row(self, digest: int) -> PlacementRow | None:
         return self._rows.get(digest)
 
     def add_event(self, kind: str, text: str, *, epoch: int | None, now: float) -> None:

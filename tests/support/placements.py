@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from evenroute.eplb.placement.classes import ShareClasses, shares_of
 from evenroute.eplb.placement.placement import Placement, PlacementRow
 from evenroute.eplb.placement.topology import Topology
 
@@ -36,6 +37,19 @@ def random_shares(rng: np.random.Generator, slots: NDArray[np.int32]) -> NDArray
     return shares
 
 
+def random_classes(rng: np.random.Generator, slots: NDArray[np.int32]) -> ShareClasses | None:
+    """Sets of one layer ``slots [P]`` for batches of one, two or no sizes: each expert evenly over some replicas."""
+    number = int(rng.integers(0, 3))
+    rows = np.cumsum(rng.integers(1, 100, number)).astype(np.int32)
+    sets = []
+    for _ in range(number):
+        used = rng.random(len(slots)) < 0.3
+        for expert in np.unique(slots):
+            used[rng.choice(np.flatnonzero(slots == expert))] = True
+        sets.append(shares_of(slots[None], used[None])[0])
+    return ShareClasses(rows, np.stack(sets)) if sets else None
+
+
 def random_placement(
     rng: np.random.Generator,
     num_layers: int,
@@ -44,8 +58,16 @@ def random_placement(
     topology: Topology,
     *,
     uneven: bool = False,
+    classes: bool = False,
 ) -> Placement:
-    """A placement of random rows, with even or random shares."""
+    """A placement of random rows, with even or random shares, and with sets for small batches."""
     slots = [random_row(rng, num_experts, num_slots, topology.ep_size) for _ in range(num_layers)]
-    rows = [PlacementRow(one, random_shares(rng, one) if uneven else None) for one in slots]
+    rows = [
+        PlacementRow(
+            one,
+            random_shares(rng, one) if uneven else None,
+            random_classes(rng, one) if classes else None,
+        )
+        for one in slots
+    ]
     return Placement.from_rows(rows, num_experts, topology)

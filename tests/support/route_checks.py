@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from evenroute.eplb.placement.classes import ShareClasses, default_class_rows, shares_of
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.counters import ExpertCounters
@@ -43,6 +45,7 @@ class Variant:
     strided: bool = False
     emit: tuple[str, ...] = OUTPUT_NAMES
     shares: bool = False
+    classes: bool = False
 
 
 def draw_logits(flavour: str, rows: int, experts: int, generator: torch.Generator) -> torch.Tensor:
@@ -115,9 +118,18 @@ def draw_case(variant: Variant, rows: int, flavour: str, seed: int, device: str)
 
 
 def make_placement(variant: Variant, num_layers: int = 2) -> Placement:
-    """Replicated placement, with uneven shares where the variant wants them."""
+    """Replicated placement, with uneven shares and sets for small batches where the variant wants them."""
     config, topology = variant.config, Topology(variant.ep_size)
     placement = Placement.initial(num_layers, config.num_experts, variant.num_slots, topology)
+    if variant.classes:
+        drawn, slots = np.random.default_rng(7), placement.physical_to_logical
+        used = drawn.random((2, *slots.shape)) < 0.4
+        used[..., np.arange(config.num_experts)] = True  # the first slot of each
+        used[0, :, config.num_experts :] = False  # small batches: one slot an expert
+        sets = np.stack([shares_of(slots, one) for one in used], axis=1)
+        rows = default_class_rows(config.num_experts, config.top_k, variant.ep_size)[-2:]
+        limits = np.tile(np.array(rows, np.int32), (num_layers, 1))
+        placement = replace(placement, classes=ShareClasses(limits, sets[:, -len(rows) :]))
     if not variant.shares:
         return placement
     generator = torch.Generator().manual_seed(7)
@@ -130,7 +142,7 @@ def make_placement(variant: Variant, num_layers: int = 2) -> Placement:
         part[0] += 65535 - part.sum()
         shares[at] = part
     rows = shares.to(torch.int32).numpy().astype("uint16")[None].repeat(num_layers, axis=0)
-    return Placement(placement.physical_to_logical, config.num_experts, topology, rows)
+    return replace(placement, shares=rows)
 
 
 class Pair:

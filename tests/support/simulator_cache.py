@@ -9,6 +9,7 @@ from evenroute.dist.wire.messages import (
     JobShape,
     PlacementMessage,
 )
+from evenroute.eplb.placement.classes import pack_shares
 from evenroute.eplb.placement.placement import PlacementRow, row_digest
 
 _prepared: dict[tuple[object, ...], PreparedPlacement] = {}
@@ -39,9 +40,9 @@ def slots_of(row: PlacementRow) -> tuple[int, ...]:
 
 def digest_of(row: PlacementRow) -> int:
     """The row's digest."""
-    key = (row.slots.tobytes(), None if row.shares is None else row.shares.tobytes())
+    key = (row.slots.tobytes(), pack_shares(*row))
     if key not in _digests:
-        _digests[key] = row_digest(row.slots, row.shares)
+        _digests[key] = row_digest(*row)
     return _digests[key]
 
 

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from evenroute.dist.protocol.store import PublishedPlacement, RankWindowRow, Receipt
 from evenroute.dist.wire.messages import JobShape
+from evenroute.eplb.placement.placement import PlacementRow
 from support.memory_store import MemoryStore
 from support.simulator_history import History, SealRecord, WriteRecord
 
@@ -40,8 +38,6 @@ class SimStore(MemoryStore):
         super().add_placement(published)
         self._wrote(published.epoch, "a placement")
 
-    def keep_row(
-        self, digest: int, slots: NDArray[np.int32], shares: NDArray[np.uint16] | None, *, epoch: int | None
-    ) -> None:
-        super().keep_row(digest, slots, shares, epoch=epoch)
+    def keep_row(self, digest: int, row: PlacementRow, *, epoch: int | None) -> None:
+        super().keep_row(digest, row, epoch=epoch)
         self._wrote(epoch, "a row")

@@ -68,6 +68,12 @@ def plan(
         float, typer.Option(help="hierarchical: part of slots that may leave their node.")
     ] = 0.0,
     windows: Annotated[str, typer.Option(help="Several files: mean, last, ewma, robust or auto.")] = "mean",
+    top_k: Annotated[
+        int | None,
+        typer.Option(min=1, help="Experts a token: with it (or a known --model) shares come by batch size."),
+    ] = None,
+    expert_us: Annotated[float | None, typer.Option(help="Microseconds of an expert touched.")] = None,
+    token_us: Annotated[float | None, typer.Option(help="Of a token, where they take longer.")] = None,
     model: Annotated[str | None, typer.Option(help="Name of the model, for the file.")] = None,
     phase: Annotated[str | None, typer.Option(help="prefill, decode, ..., for the file.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the placement here.")] = None,
@@ -80,6 +86,7 @@ def plan(
     from evenroute.eplb.loads.whole import require_whole
     from evenroute.eplb.placement.file import load_placement, save_placement
     from evenroute.eplb.placement.topology import check_plan_numbers
+    from evenroute.eplb.planner.classes.times import given_times
     from evenroute.eplb.planner.plan import plan_placement
     from evenroute.tools.in_use import placement_in_use
     from evenroute.tools.inputs import open_loads
@@ -110,6 +117,8 @@ def plan(
         max_moves_per_rank=max_moves_per_rank,
         spill=spill,
         windows=windows,
+        top_k=top_k or _known_top_k(sources, model),
+        expert_times=given_times(expert_us, token_us),
     )
     if png is not None:
         start = before or _initial(made.placement)
@@ -131,6 +140,13 @@ def plan(
         _print_table(facts)
 
 
+def _known_top_k(sources: Sequence[LoadSource], model: str | None) -> int | None:
+    from evenroute.eplb.placement.models import MODEL_SHAPES
+
+    shape = MODEL_SHAPES.get(model or "")
+    return next((source.top_k for source in sources if source.top_k), None if shape is None else shape.top_k)
+
+
 def _initial(like: Placement) -> Placement:
     from evenroute.eplb.placement.placement import Placement
 
@@ -138,6 +154,8 @@ def _initial(like: Placement) -> Placement:
 
 
 def _facts(made: Plan, output: Path | None, png: Path | None) -> dict[str, Any]:
+    from evenroute.eplb.placement.classes import told
+
     return {
         "policy": made.policy,
         "reason": made.reason,
@@ -149,6 +167,7 @@ def _facts(made: Plan, output: Path | None, png: Path | None) -> dict[str, Any]:
         "num_layers": made.placement.num_layers,
         "num_slots": made.placement.num_slots,
         "uneven_shares": made.placement.shares is not None,
+        "small_batches": told(made.placement.physical_to_logical, made.placement.classes),
         "digest": made.placement.digest(),
         "output": None if output is None else str(output),
         "png": None if png is None else str(png),

@@ -94,6 +94,8 @@ def summary(facts: dict[str, Any], width: int) -> RenderableType:
         parts += [Text(), _hot_experts(facts), Text(), _hot_ranks(facts)]
     if facts["placements"]:
         parts += [Text(), _placements(facts["placements"], facts["placements_are"] or "since")]
+        if facts["placements"][-1]["small_batches"]:
+            parts.append(Text(f"Shares of small batches: {facts['placements'][-1]['small_batches']}"))
     return Group(*parts)
 
 
@@ -251,6 +253,7 @@ def _placement_only(facts: dict[str, Any]) -> RenderableType:
         ("shape", f"{facts['num_layers']} layers x {facts['num_logical_experts']} experts"),
         ("slots", f"{facts['num_slots']} on {facts['ep_size'] or 'not stated'} ranks"),
         ("replicas", facts["replicas"]),
+        *([("small batches", facts["small_batches"])] if facts["small_batches"] else []),
     ]
     notes = [("note", note) for note in facts["notes"]]
     return Group(Text(source_name(facts), style="bold"), pairs(lines + notes))

@@ -107,3 +107,15 @@ def noise_notice(windows: NDArray[np.float64], how: str, topology: Topology, num
         f"too few tokens: {per_layer:.4g} counted assignments a layer lose about {loss:.3f} of balancedness "
         f"to sampling noise; {needed:.4g} are needed for {NOISE_LIMIT}"
     ]
+
+
+def planning_noise(
+    windows: NDArray[np.float64], weights: NDArray[np.float64], topology: Topology, num_slots: int
+) -> float:
+    """Balancedness that sampling costs a plan for these windows: as a window of their effective count loses."""
+    counted = np.array([float(loads.sum(axis=1)[loads.any(axis=1)].mean()) for loads in windows])
+    effective = 1.0 / float((weights**2 / counted).sum())
+    mixed = np.asarray(np.einsum("k,kle->le", weights, frequencies(windows)))
+    busy = mixed.any(axis=1)
+    scaled = mixed[busy] / mixed[busy].sum(axis=1, keepdims=True)
+    return float(sampling_loss(scaled * effective, topology, num_slots).mean())

@@ -16,6 +16,7 @@ from evenroute.dist.protocol.agreement import (
 from evenroute.dist.protocol.rank import RankConfig, RankCore
 from evenroute.dist.protocol.view import RankView, RunView
 from evenroute.dist.wire.messages import Ack
+from evenroute.eplb.placement.placement import PlacementRow
 from support.memory_store import MemoryStore
 from support.protocol_helpers import (
     JOB,
@@ -120,8 +121,8 @@ def test_a_row_of_another_width_under_a_known_digest_is_asked_for():
     digest = version_of((1, 0)).row_digests[0]
 
     class Narrow(MemoryStore):
-        def find_row(self, digest):
-            return np.arange(JOB.num_slots - 1, dtype=np.int32), None
+        def row(self, digest):
+            return PlacementRow(np.arange(JOB.num_slots - 1, dtype=np.int32), None)
 
     view = RunView(RUN, JOB, Narrow())
     view.add(loop.ranks[0].status(), 0, 0.0)

@@ -176,6 +176,7 @@ def test_a_rank_that_holds_less_than_the_newest_is_answered_with_it() -> None:
     (item,) = loop.core.receive(1, loop.ranks[1].status(), loop.now)
     assert item.peer == 1
     assert isinstance(item.message, PlacementMessage)
+    assert loop.core.counters.placements_resent == 1
     loop.send([item])
     assert loop.core.receive(1, loop.ranks[1].status(), loop.now) == []
 

@@ -16,12 +16,10 @@ from support.memory_store import MemoryStore
 from support.protocol_helpers import (
     JOB,
     RUN,
-    placement_message,
     placement_of,
     rank_core,
     replace,
     status_of,
-    version_of,
     window_of,
 )
 from support.protocol_loop import Loop, running
@@ -36,16 +34,6 @@ def test_a_snapshot_is_asked_for_again_once_a_resend_time() -> None:
     core.begin(100.0)
     sent = [now for now in np.arange(100.0, 104.0, 0.25).tolist() if core.tick(now)]
     assert sent == [101.0, 102.0, 103.0]
-
-
-def test_a_placement_is_counted_as_accepted_once() -> None:
-    core = rank_core()
-    core.receive(placement_message(version_of((5, 1), seed=2)), 0.1)
-    assert core.counters.placements_accepted == 1
-    core.receive(placement_message(version_of((5, 1), seed=2)), 0.2)
-    assert core.counters.placements_accepted == 1
-    core.receive(placement_message(version_of((5, 2), seed=3)), 0.3)
-    assert core.counters.placements_accepted == 2
 
 
 def test_a_stream_counts_each_acknowledgement_and_has_nothing_unsent_after_it() -> None:

@@ -43,6 +43,20 @@ def test_an_address_that_nobody_can_connect_to_is_wrong_use(address: str) -> Non
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "address", ["http://host:80", "tcp://:5555", "tcp://host", "ipc://", "host:5555", "tcp://h:70000"]
+)
+def test_other_forms_than_two_are_refused_by_their_field(address: str) -> None:
+    with pytest.raises(ValueError, match=r"^field: .* expected ipc://PATH or tcp://HOST:PORT"):
+        parse_address(address, field="field")
+
+
+@pytest.mark.parametrize("address", [None, 5555, b"tcp://127.0.0.1:5555"])
+def test_an_address_is_text(address: object) -> None:
+    with pytest.raises(ValueError, match="field"):
+        parse_address(address, field="field")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.inf, math.nan, 1e300])
 def test_a_client_waits_for_a_stated_time(timeout_s: float) -> None:
     with pytest.raises(ValueError, match="timeout"):

@@ -111,6 +111,30 @@ def test_statuses_whose_parts_do_not_fit_each_other_are_refused(fields: dict[str
         r.decode_up(m.encode(replace(rank_core().status(), **fields)))
 
 
+@pytest.mark.parametrize("field", ["held", "failed", "conflict", "refused", "live_keys"])
+def test_a_fence_bounds_epochs_and_no_versions(field: str) -> None:
+    """Also where the version is the larger number of the two."""
+
+    def status(epoch: int) -> m.RankStatus:
+        keys = np.tile(np.array([epoch, 900], "<i8"), JOB.num_layers).tobytes()
+        return replace(
+            rank_core().status(), fence=3, **{field: keys if field == "live_keys" else (epoch, 900)}
+        )
+
+    sent = status(3)
+    assert r.decode_up(m.encode(sent)) == sent
+    with pytest.raises(m.MessageError, match=r"status\.fence: found 3, below the epoch 4"):
+        r.decode_up(m.encode(status(4)))
+
+
+def test_costs_that_a_rank_does_not_send_are_none() -> None:
+    sent = msgspec.to_builtins(m.RankCosts(run=1, rank=0, steps=5, step_s=0.1))
+    short = {name: sent[name] for name in ("type", "run", "rank", "steps", "step_s")}
+    found = r.decode_up(msgspec.msgpack.encode(short))
+    assert isinstance(found, m.RankCosts)
+    assert (found.lost_s, found.transfer_s, found.slots, found.slot_bytes) == (0.0, 0.0, 0, 0)
+
+
 def _window_with(value: int, tokens: int = 8) -> m.RankWindow:
     counts = np.zeros((JOB.num_layers, JOB.num_logical_experts), "<i8")
     counts[1, 2] = value
@@ -164,6 +188,16 @@ def test_placements_that_do_not_fit_the_job_are_refused_in_one_line(fields: dict
     with pytest.raises(ValueError) as refused:
         unpack_placement(replace(pack_placement(placement_of()), **fields), JOB)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("field", ["physical_to_logical", "shares"])
+def test_rows_with_one_part_of_a_wrong_length_are_refused(field: str) -> None:
+    rows = rank_core().rows()
+    placement = pack_placement(with_shares(placement_of(), 1))
+    r.check_up(replace(rows, placement=placement), JOB)
+    short = replace(placement, **{field: getattr(placement, field)[:-2]})
+    with pytest.raises(m.MessageError, match=r"placement: found \d+ and \d+ bytes"):
+        r.check_up(replace(rows, placement=short), JOB)
 
 
 @settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -65,7 +65,7 @@ def test_a_store_is_continued(old: Path) -> None:
     assert store.jobs()[7] == JobRow("toy", "decode", 2, 8, 12, 4, 2, 2, False)
     newest = store.newest_placement()
     assert newest is not None
-    assert store.find_row(int(newest.placement.row_digests()[0])) is not None
+    assert store.row(int(newest.placement.row_digests()[0])) is not None
     store.begin_epoch(EPOCH + (1 << 20), pid=2, now=2000.0)
     again, following = (
         [RankWindowRow(7, rank, seq, 10 * seq - 10, 10 * seq - 1, 100, COUNTS[0] // 4) for rank in range(4)]

@@ -19,7 +19,6 @@ from evenroute.eplb.planner.auto import (
     score_of,
 )
 from evenroute.eplb.planner.counts import even_balancedness, improve_even
-from evenroute.eplb.planner.elastic import plan_elastic
 from evenroute.eplb.planner.full import full_placement
 from evenroute.eplb.planner.moves import MoveCost
 from evenroute.eplb.planner.plan import plan_placement
@@ -97,7 +96,6 @@ def test_the_earlier_of_equal_candidates_is_taken() -> None:
     [
         lambda n: plan_placement(skewed(), topology=Topology(R), num_slots=P, num_threads=n),
         lambda n: RebalancePolicy(Topology(R), P, num_threads=n),
-        lambda n: plan_elastic(skewed(), START, Topology(R), list(range(R)), num_threads=n),
     ],
 )
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True])

@@ -19,6 +19,7 @@ from evenroute.eplb.store.custody import Custody
 from evenroute.eplb.store.schema import IN_USE_EVENT, PublishedPlacement, StoreError, encode_in_use
 from evenroute.eplb.store.source import read_store
 from evenroute.eplb.store.writer import HistoryStore, JobRow, RankWindowRow, StoreReader
+from support.control_plane import patience
 
 L, E, P, R = 2, 4, 6, 2
 JOB = JobRow("m", "decode", L, E, P, R, 1, 2, False)
@@ -41,7 +42,7 @@ def window(seq: int, *, run: int = 7, experts: int = E, steps: int = 10, rank: i
 
 def in_use(store: HistoryStore, placement: Placement, key: tuple[int, int], now: float, run: int = 7) -> None:
     for layer, digest in enumerate(placement.row_digests().tolist()):
-        store.keep_row(digest, *placement.row(layer), epoch=5)
+        store.keep_row(digest, placement.row(layer), epoch=5)
     text = encode_in_use(run, key, placement.row_digests().astype("<i8").tobytes())
     store.add_event(IN_USE_EVENT, text, epoch=5, now=now)
 
@@ -200,23 +201,27 @@ def test_writer_and_checkpoint_note_at_the_same_time_and_nothing_looks_damaged(
     assert not made.changed()
 
 
-def test_a_checkpoint_that_fails_is_counted_and_tried_again(store: HistoryStore) -> None:
+def test_a_checkpoint_that_fails_is_counted_and_tried_again(
+    store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third = threading.Event()
+
     class Failing:
         tries = 0
 
         def execute(self, text: str) -> None:
-            Failing.tries += 1
+            self.tries += 1
+            if self.tries == 3:
+                third.set()
             raise sqlite3.OperationalError("disk I/O error")
 
         def close(self) -> None:
             pass
 
+    monkeypatch.setattr(checkpoint, "connect", lambda *_, **__: Failing())
     made = Checkpointer(store.path, Custody(store.path), every_s=0.001)
-    made._connection.close()
-    made._connection = Failing()  # type: ignore[assignment]
-    while Failing.tries < 3:
-        pass
-    made.close(60.0)
+    assert third.wait(60.0 * patience())
+    made.close(60.0 * patience())
     assert made.failures >= 3
     assert checkpoint.EVERY_S == 2.0
 

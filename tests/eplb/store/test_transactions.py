@@ -54,7 +54,7 @@ PLACEMENT = Placement.initial(L, E, 8, Topology(2))
 WRITES: dict[str, Callable[[HistoryStore], Any]] = {
     "windows": lambda s: s.add_windows([window(0, 3, 19), window(1, 3, 29)], epoch=5, now=30.0, keep_rank_detail=True),
     "placement": lambda s: s.add_placement(PublishedPlacement(1.0, 5, 1, PLACEMENT, np.zeros(L, np.int64), '', '')),
-    "row": lambda s: s.keep_row(99, PLACEMENT.physical_to_logical[0], None, epoch=5),
+    "row": lambda s: s.keep_row(99, PLACEMENT.row(0), epoch=5),
     "roll-up": lambda s: s.roll_up(before=1e6, span_s=1000.0, epoch=5),
     "job": lambda s: s.set_job(8, JOB, epoch=5, now=1.0),
     "event": lambda s: s.add_event("a", "b", epoch=5, now=1.0),

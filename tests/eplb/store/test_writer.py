@@ -85,7 +85,7 @@ def test_a_writer_whose_epoch_is_not_the_last_cannot_write(store, tmp_path):
     writes = [
         lambda: store.add_windows([window(0, 1, 0, 9)], epoch=5, now=2.0),
         lambda: store.add_event("x", "y", epoch=5, now=2.0),
-        lambda: store.keep_row(1, placement.row(0).slots, None, epoch=5),
+        lambda: store.keep_row(1, placement.row(0), epoch=5),
         lambda: store.add_placement(
             PublishedPlacement(2.0, 5, 1, placement, np.zeros(L, np.int64), "p", "r")
         ),
@@ -126,10 +126,11 @@ def test_placements_come_back_with_shares_and_in_key_order(store):
     assert newest is not None
     assert newest.version == 2
     assert newest.balancedness_predicted is None
-    slots, kept = store.find_row(int(uneven.row_digests()[0]))
-    np.testing.assert_array_equal(slots, uneven.row(0).slots)
-    np.testing.assert_array_equal(kept, shares[0])
-    assert store.find_row(12345) is None
+    kept = store.row(int(uneven.row_digests()[0]))
+    assert kept is not None
+    np.testing.assert_array_equal(kept.slots, uneven.row(0).slots)
+    np.testing.assert_array_equal(kept.shares, shares[0])
+    assert store.row(12345) is None
 
 
 def test_retention_sums_rows_and_loses_nothing(store):
@@ -295,3 +296,15 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path):
         assert acknowledged <= stored <= acknowledged + 1
         assert tokens == stored
         assert (counts == stored).all()
+
+
+def test_a_store_is_for_its_user_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store = HistoryStore(tmp_path / "run.db")
+        store.begin_epoch(5, pid=1, now=0.0)
+        files = list(tmp_path.iterdir())
+        assert {path.suffix for path in files} >= {".db", ".db-wal"}
+        assert [path.name for path in files if path.stat().st_mode & 0o077] == []
+    finally:
+        os.umask(before)

@@ -21,6 +21,7 @@ FORMS = {
     "plain": PLAIN,
     "even shares": replace(PLAIN, shares=False),
     "many replicas": replace(PLAIN, num_slots=96),
+    "sets for small batches": replace(PLAIN, num_slots=96, classes=True),
     "given ids": replace(PLAIN, mode="given"),
     "shared columns among the slots": replace(
         PLAIN, config=RouterConfig(24, 3, num_shared_experts=2, shared_mode="per_rank")

@@ -107,7 +107,7 @@ def test_windows_lie_on_the_placement_in_use_at_their_time(tmp_path: Path, count
         def in_use(placement: Placement, key: tuple[int, int], now: float) -> None:
             for layer in range(LAYERS):
                 row = placement.row(layer)
-                made.keep_row(row_digest(row.slots, row.shares), row.slots, row.shares, epoch=EPOCH)
+                made.keep_row(row_digest(*row), row, epoch=EPOCH)
             text = encode_in_use(7, key, placement.row_digests().astype("<i8").tobytes())
             made.add_event(IN_USE_EVENT, text, epoch=EPOCH, now=now)
 
