@@ -340,8 +340,3 @@ def load_config(
         expected = f"less than rebalancer.max_rank_silence_s ({limit_s:g})"
         _require("agent", "heartbeat_s", agent.heartbeat_s, often, expected)
     return RebalancerConfig(**sections)
-
-
-def load_agent_config(path: str | PathLike[str]) -> AgentConfig:
-    """The [agent] table of a settings file."""
-    return build_section(AgentConfig, read_toml(path).get("agent", {}), where=f"config {path}: agent")

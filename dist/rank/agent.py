@@ -297,7 +297,7 @@ class RankAgent:
     @property
     def refusals(self) -> list[str]:
         """Why placements were refused by this rank, the last ten."""
-        return list(self._core.counters.refusals)
+        return list(self._core.refusals)
 
     @property
     def takes_skipped(self) -> int:

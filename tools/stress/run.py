@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from evenroute.dist.rank.agent import AgentConfig, RankAgent, StepResult
 from evenroute.dist.weights.mover import TablesOnly
+from evenroute.eplb._io import write_beside_and_rename
 from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.file import load_placement
 from evenroute.eplb.placement.placement import Placement
@@ -38,7 +40,6 @@ from evenroute.tools.stress.report import (
     print_report,
     segment_rows,
     worth_of_rebalancing,
-    write_report,
 )
 
 MEET_LIMIT_S = 60.0  # as the agents' votes
@@ -335,7 +336,7 @@ def run_rank(options: StressOptions) -> int:
         if rank.steps_done < options.steps:
             console.print(f"interrupted after {rank.steps_done} of {options.steps} steps", highlight=False)
         if options.report is not None:
-            write_report(options.report, report)
+            write_beside_and_rename(options.report, (json.dumps(report, indent=2) + "\n").encode())
     torch_dist.barrier(group=group)
     torch_dist.destroy_process_group()
     if any(finding["held"] is False for finding in report["invariants"]):
