@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -344,7 +343,5 @@ class RankAgent:
     def __enter__(self) -> RankAgent:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         self._end(None, clean=error is None or isinstance(error, SystemExit))

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
@@ -252,9 +251,7 @@ class DumpWriter:
     def __enter__(self) -> DumpWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
         else:
