@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.routing.simulated.tables import RoutingShape, TraceTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.simulated.tables import TraceTables
 from evenroute.routing.simulated.trace import NUM_ORDERS, build_trace_design, moe_layers
 
 KINDS = ("fake", "uniform", "round-robin", "zipf", "trace")
@@ -48,7 +49,7 @@ class LogitSource:
     def __init__(
         self,
         kind: str,
-        config: RoutingShape,
+        config: RouterConfig,
         num_layers: int,
         seed: int,
         *,
