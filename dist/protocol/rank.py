@@ -47,7 +47,7 @@ from evenroute.eplb.placement.placement import Placement
 class RankConfig:
     """``agree_every`` and ``num_buffers`` must be equal on all ranks (the first vote ends the job otherwise).
 
-    ``heartbeat_s``: a status at least so often; ``resend_s``: the window in flight again after so long.
+    ``heartbeat_s``: a status at least this often; ``resend_s``: after this long the window in flight is sent again.
     ``shadow``: placements are received and never voted for, so that nothing switches.
     """
 

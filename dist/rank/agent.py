@@ -193,9 +193,9 @@ class RankAgent:
     def step(self, num_tokens: int | None = None, *, count: bool = True) -> StepResult:
         """Begin a step, before its routing; every rank calls it equally often, idle ranks too.
 
-        With `num_tokens` a pass of so many rows begins at once. Without, `begin_pass` announces passes as soon as their
-        rows are known: none, one or several up to the next step. `count=False` leaves what is routed from here to the
-        next call of `step` or `begin_pass` out of the counts (warm-up, dummy, draft passes).
+        With `num_tokens` a pass of that many rows begins at once. Without, `begin_pass` announces passes as soon as
+        their rows are known: none, one or several up to the next step. `count=False` leaves what is routed from here to
+        the next call of `step` or `begin_pass` out of the counts (warm-up, dummy, draft passes).
 
         Raises VoteError when the ranks cannot agree any more, RuntimeError when a transfer failed: the job has to end.
         Raises ValueError for arguments of another kind, RuntimeError after `close`: then nothing has changed.

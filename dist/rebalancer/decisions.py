@@ -253,7 +253,7 @@ class LiveCosts:
         return self._worth.savings(self._measured, self.costs(), self._job.ep_size)
 
     def moved(self, num_moves: int, epoch: int) -> None:
-        """A version is published that moves so many slots."""
+        """A version is published that moves ``num_moves`` slots."""
         self._worth.moves += num_moves
         self._keep(epoch)
 

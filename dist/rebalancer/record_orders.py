@@ -18,7 +18,7 @@ from evenroute.eplb._fields import named
 _REPORTED = ("passes", "tokens", "num_bytes", "dropped", "merged", "files", "host", "path")
 
 _AGAIN_S = 1.0
-_SILENCE_S = 10.0  # a rank that was silent for so long and had not ended its recording is reported as lost
+_SILENCE_S = 10.0  # a rank that was silent for this long and had not ended its recording is reported as lost
 _KEPT = 2  # recordings whose reports are kept: a refused one gives way to the one before
 
 

@@ -45,7 +45,7 @@ class PassBuffer(Protocol):
     def extra(self, name: str) -> NDArray[np.int32] | None: ...
 
 
-MakeArena = Callable[[int], object]  # the memory in which so many bytes of passes may wait
+MakeArena = Callable[[int], object]  # the memory in which this many bytes of passes may wait
 
 
 @dataclass

@@ -18,7 +18,7 @@ from evenroute.eplb.loads.total import exact_sum
 from evenroute.eplb.placement.classes import told
 
 TOP = 10
-HOT = 2.0  # an expert is hot while its load is at least so many times its layer's mean
+HOT = 2.0  # an expert is hot while its load is at least this many times its layer's mean
 
 
 def named_balancedness(balance: Balancedness, source: LoadSource) -> dict[str, Any]:

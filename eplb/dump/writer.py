@@ -45,7 +45,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DumpWriter:
-    """One dump in the making. The final name holds the old file until `close`, then the whole new one.
+    """A dump that is being written. The final name holds the old file until `close`, then the whole new one.
 
     Memory is one frame. A killed writer leaves a hidden `.partial` file, which `eplb.dump.reader` reads. As a
     context manager it finishes on success and discards on an exception. The file holds whole records at any time: one
@@ -207,7 +207,7 @@ class DumpWriter:
     def close(self) -> None:
         """Finish and rename; a second call does nothing.
 
-        Where the disk has no room for the end, a few of the last records make room for it, which a note tells.
+        Where the disk has no room for the end, a few of the last records make room for it, and a note says so.
         OSError if even that fails: then `abandon` keeps the unfinished file, `discard` removes it.
         """
         if self._file is None:

@@ -183,7 +183,7 @@ class StoreReader:
         return next(self.placements(newest_first=True), None)
 
     def events(self, *, last: int | None = None) -> list[EventRow]:
-        """Events, oldest first; only the last so many if `last` is given."""
+        """Events, oldest first; only the last `last` of them if given."""
         query = "SELECT time, epoch, kind, text FROM events ORDER BY id DESC LIMIT ?"
         last = -1 if last is None else last
         rows = list(self._rows(query, (last,)))
@@ -207,7 +207,7 @@ class StoreReader:
         return None
 
     def copy_to(self, target: Path) -> None:
-        """All of it, as it is at one moment, into an empty file; StoreError unless the copy is whole."""
+        """A consistent snapshot of all of it, into an empty file; StoreError unless the copy is whole."""
         with self._errors(), closing(sqlite3.connect(target, isolation_level=None)) as copy:
             self._connection.backup(copy)  # one step; in WAL mode no writer waits for it
             copy.execute("PRAGMA journal_mode = DELETE")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MODES = ("stat", "per_pass", "per_token")
 _LISTED = 16
 _OVER = {"ended", "refused", "failed", "lost"}
-_SILENT_S = 2.0  # ranks tell every half second or more often
+_SILENT_S = 2.0  # ranks report every half second or more often
 
 Keys = Annotated[Path | None, typer.Option(help="operator.toml (dump: viewer.toml will do).")]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
@@ -152,7 +152,7 @@ def _state(rank: RankHealth) -> str:
 def _wait(
     address: str, keys: Path | None, timeout_s: float, done: Callable[[RankHealth], bool]
 ) -> RebalancerStatus:
-    """The status once all ranks are `done`, or as it is after the limit."""
+    """The status once all ranks are `done`, or the last one before the limit."""
     from evenroute.dist.client import ControlClient
 
     deadline = time.monotonic() + timeout_s

@@ -1,7 +1,7 @@
 """What evenroute has in one rank of SGLang: made when its model is loaded, driven by its forward passes.
 
-At that moment the weights are there, the KV pool is not sized and nothing is captured: tables, counters and buffers are
-in place before a CUDA graph takes their addresses, and SGLang counts their memory as the model's.
+At that moment the weights are loaded, the KV pool is not sized and nothing is captured: tables, counters and buffers
+are in place before a CUDA graph takes their addresses, and SGLang counts their memory as the model's.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class VllmJob:
     # ------------------------------------------------------------------------------------ passes
 
     def begin_pass(self, rows: int) -> None:
-        """A pass with so many real rows begins; vLLM has told the device."""
+        """A pass of ``rows`` real rows begins; vLLM has written the number to the device."""
         self._passed_rows = rows
         if self.routes.chunk_rank is None:  # else each rank has a part that only the layers know
             self.agent.begin_pass(rows)
