@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
 
 @cache
@@ -35,7 +36,8 @@ def span(name: str, began: float, ended: float, **attributes: str | float | None
 
 def export_spans(service: str) -> None:
     """Send this process's spans to the endpoint of the environment; ValueError when one is set without the extra."""
-    if not os.environ.get(ENDPOINT):
+    named = next(filter(os.environ.get, (ENDPOINT, TRACES_ENDPOINT)), None)
+    if named is None:
         return
     try:
         trace = importlib.import_module("opentelemetry.trace")
@@ -45,7 +47,7 @@ def export_spans(service: str) -> None:
         otlp = importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     except ImportError as error:
         raise ValueError(
-            f"{ENDPOINT} is set and {error.name} is not installed: pip install 'evenroute[otel]'"
+            f"{named} is set and {error.name} is not installed: pip install 'evenroute[otel]'"
         ) from None
     provider = sdk.TracerProvider(resource=resources.Resource.create({"service.name": service}))
     provider.add_span_processor(export.BatchSpanProcessor(otlp.OTLPSpanExporter()))

@@ -89,6 +89,7 @@ _HOMES = {
     "SafetensorsSource": "dist.elastic.source",
     "adapt": "dist.engines.torch",
 }
+_WITH_TORCH = list(_HOMES)[list(_HOMES).index("Router") :]
 __all__ = [*_HOMES, "__version__"]
 
 # In a source tree the packages lie beside this folder, not in it: Python started there finds this file first.
@@ -100,6 +101,8 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = _version()
     elif name in _HOMES:
+        if name in _WITH_TORCH:
+            importlib.import_module("evenroute.eplb._versions").check_versions()
         try:
             value = getattr(importlib.import_module(f"evenroute.{_HOMES[name]}"), name)
         except ModuleNotFoundError as error:

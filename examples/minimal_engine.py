@@ -58,5 +58,7 @@ steps = 0
 while steps < 600 or (config.rebalancer and agent.key in ((0, 0), None) and steps < 50_000):
     forward(torch.randn(128, HIDDEN))
     steps += 1
-print(f"rank {dist.get_rank()}: routed with placement {agent.key}")
+epoch, version = agent.key or (0, 0)
+placed = f"{epoch:x}/{version}" if epoch else "start"  # as `evenroute status` writes it
+print(f"rank {dist.get_rank()}: {steps} steps, now with placement {placed}")
 # No close: at the end of the process the agent sends its last window and says goodbye.

@@ -15,7 +15,6 @@ the recorder's files on another machine (the folder must be shared).
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import time
@@ -23,7 +22,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,7 +33,8 @@ from evenroute.eplb._io import write_beside_and_rename
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology, check_plan_numbers
 from evenroute.eplb.planner.plan import Plan, plan_placement
-from evenroute.tools.errors import fail, one_line_errors
+from evenroute.tools.errors import one_line_errors
+from evenroute.tools.flags import FlagParser
 
 RECORDER_DIR = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
 REMEDY = (
@@ -190,28 +190,22 @@ def read_location(path: Path, topology: Topology) -> Placement:
     return source.placement_map.to_placement(topology.ep_size, topology.num_nodes)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        fail(message)
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> FlagParser:
     """The bridge's flags, named as SGLang's where it has them."""
-    parser = _Parser(
-        prog="python -m evenroute.tools.sglang",
-        description="Record expert loads of a running SGLang server, plan, write a file for --init-expert-location.",
-        allow_abbrev=False,
+    parser = FlagParser(
+        "python -m evenroute.tools.sglang",
+        "Record expert loads of a running SGLang server, plan, write a file for --init-expert-location.",
     )
     add = parser.add_argument
     add("--url", required=True, help="the server, http://HOST:PORT")
     add("--recorder-dir", type=Path, required=True, help=f"the server's {RECORDER_DIR}")
-    add("--seconds", type=float, default=60.0, help="how long to record (default: 60)")
-    add("--ep-size", "--ep", type=int, required=True)
-    add("--ep-num-redundant-experts", type=int, default=0)
-    add("--nnodes", type=int, default=1, help="nodes of the EP group (default: 1)")
+    add("--seconds", type=float, default=60.0, help="how long to record")
+    add("--ep-size", "--ep", type=int, required=True, help="EP ranks")
+    add("--ep-num-redundant-experts", type=int, default=0, help="slots beyond one per expert")
+    add("--nnodes", type=int, default=1, help="nodes of the EP group")
     add("--num-groups", type=int, default=1, help="expert groups that stay on a node (policy hierarchical)")
     add("--init-expert-location", type=Path, help="the file the server runs with, so that little has to move")
-    add("--policy", choices=POLICIES, default="global")
+    add("--policy", choices=POLICIES, default="global", help="of the planner")
     add(
         "--timeout", type=float, default=30.0, help="limit of a request, and of the wait for the dump's files"
     )

@@ -41,9 +41,9 @@ def check_host(config: RebalancerConfig, *, try_planner: bool = False) -> list[s
     Files, folders, keys and a planner of one's own are looked at as they are on this host; no address is bound.
     `try_planner`: such a planner is also run, in a process of its own, on a tiny case (`--check-config`).
     """
-    for name in ("bind", "store"):
+    for name, expected in (("bind", "ipc://PATH or tcp://HOST:PORT"), ("store", "a file's name")):
         if not getattr(config.rebalancer, name):
-            raise ValueError(f"rebalancer.{name}: '' found, expected a value (--{name})")
+            raise ValueError(f"rebalancer.{name}: not given, expected {expected} (--{name})")
     warnings = check_files(config.rebalancer, config.security)
     if config.planner.enabled and config.planner.function:
         warnings += check_own_planner(config.planner, trial=try_planner)

@@ -299,8 +299,8 @@ def _decide(facts: dict[str, Any], settings: AdviceSettings) -> dict[str, Any]:
     part = facts["memory_part"]
     if gain < settings.min_gain:
         reasons.append(
-            f"a step would get {100 * gain:.1f} % shorter, less than {100 * settings.min_gain:.0f} % "
-            f"({change}; {facts['gain_basis']})"
+            f"a step would get {100 * abs(gain):.1f} % {'shorter' if gain >= 0 else 'longer'}; shorter by "
+            f"{100 * settings.min_gain:.0f} % would be worth it ({change}; {facts['gain_basis']})"
         )
         return _verdict(NOT_NOW, reasons)
     if part is not None and part > 0.2:

@@ -33,8 +33,9 @@ class StoreFollower(StoreReader):
         return self
 
     def rolled_up(self, before: float) -> Iterator[WindowRow]:
-        """Spans that retention summed up, with time < before, by time."""
-        return self._window_rows(f"{WINDOWS} WHERE rolled_up > 0 AND time < ? ORDER BY time", (before,))
+        """Spans that retention summed up, with time < before, by time; and windows alone in theirs before the last."""
+        newest = "(SELECT max(time) FROM windows WHERE rolled_up > 0)"
+        return self._window_rows(f"{WINDOWS} WHERE time < ? AND time <= {newest} ORDER BY time", (before,))
 
     def newest_window_time(self) -> float | None:
         """Seconds since 1970; None in a store without windows."""

@@ -154,6 +154,8 @@ class Story:
             "hottest_rank": [layer % self.ranks for layer in range(self.layers)],
             "hottest_expert": [layer % self.experts for layer in range(self.layers)],
             "hottest_expert_load": [0.06] * self.layers,
+            "saved_gpu_seconds": 9000.0,
+            "cost_gpu_seconds": 42.0,
         }
         return status(self.ranks, **{**known, **changes})
 

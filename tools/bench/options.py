@@ -10,13 +10,12 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.models import MODEL_SHAPES
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.tools.errors import fail
+from evenroute.tools.flags import FlagParser
 from evenroute.tools.run.launch import count_gpus
 
 ROUTER = """Times the routing launch: whole, in parts, under PDL and on worst inputs, beside its floor and torch steps.
@@ -66,11 +65,11 @@ POLICIES = {"static": "global", "dynamic": "global", "weighted": "auto"}
 
 # Sizes by flag: on GPUs (DeepSeek's), on the CPU (a toy), help.
 EP_SIZES: dict[str, tuple[float, float, str]] = {
-    "layers": (3, 2, ""),
-    "experts": (256, 256, ""),
-    "top_k": (8, 8, ""),
-    "hidden": (7168, 32, ""),
-    "intermediate": (2048, 16, ""),
+    "layers": (3, 2, "MoE layers"),
+    "experts": (256, 256, "logical experts a layer"),
+    "top_k": (8, 8, "experts a token"),
+    "hidden": (7168, 32, "hidden size"),
+    "intermediate": (2048, 16, "experts' intermediate size"),
     "tokens": (4096, 32, "rows a rank and step"),
     "chunk_mib": (704.0, 0.05, "most that a rank sends in a step while experts move"),
     "window_steps": (8, 4, "steps between two takes of the counts"),
@@ -79,18 +78,18 @@ EP_SIZES: dict[str, tuple[float, float, str]] = {
     "inputs": (16, 4, "batches drawn, taken in turn"),
 }
 MIGRATION_SIZES: dict[str, tuple[float, float, str]] = {
-    "layers": (3, 3, ""),
-    "experts": (256, 32, ""),
-    "slots": (288, 36, ""),
-    "top_k": (8, 4, ""),
-    "hidden": (7168, 64, ""),
-    "intermediate": (2048, 32, ""),
+    "layers": (3, 3, "MoE layers"),
+    "experts": (256, 32, "logical experts a layer"),
+    "slots": (288, 36, "physical experts a layer"),
+    "top_k": (8, 4, "experts a token"),
+    "hidden": (7168, 64, "hidden size"),
+    "intermediate": (2048, 32, "experts' intermediate size"),
     "tokens": (128, 16, "rows a rank and step"),
-    "steps": (200, 30, ""),
-    "large_tokens": (8192, 256, ""),
-    "large_steps": (10, 3, ""),
-    "endurance_steps": (10000, 200, ""),
-    "check_every": (500, 20, ""),
+    "steps": (200, 30, "of the part `steps`: before, during and after"),
+    "large_tokens": (8192, 256, "rows a rank and step of the part `throughput`"),
+    "large_steps": (10, 3, "its steps"),
+    "endurance_steps": (10000, 200, "of the part `endurance`"),
+    "check_every": (500, 20, "its steps between two checks of the output"),
     "chunk_mib": (176.0, 0.05, "most that a rank sends in a step while experts move"),
 }
 PARTS = ("steps", "throughput", "endurance", "kill", "stall", "damage")
@@ -118,20 +117,11 @@ class Case:
         return f"{self.source}, {self.redundant} redundant, {self.dispatch}"
 
 
-class BenchParser(argparse.ArgumentParser):
-    """The parser of one bench; its errors are one line."""
+class BenchParser(FlagParser):
+    """The parser of one bench."""
 
     def __init__(self, name: str, description: str) -> None:
-        super().__init__(
-            prog=f"evenroute bench {name}",
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        self.name = name
-
-    def error(self, message: str) -> NoReturn:
-        fail(f"bench {self.name}: {message}")
+        super().__init__(f"evenroute bench {name}", description, f"bench {name}")
 
     def require_each(self, flag: str, values: Iterable[str], allowed: Sequence[str]) -> None:
         """An error unless all values are allowed."""
@@ -146,24 +136,17 @@ class BenchParser(argparse.ArgumentParser):
                 self.error(f"--{name.replace('_', '-')}: found {getattr(args, name)}, expected at least 1")
 
 
-def _add_sizes(parser: BenchParser, sizes: dict[str, tuple[float, float, str]], on_gpu: bool) -> None:
-    for name, (gpu, cpu, text) in sizes.items():
-        default = gpu if on_gpu else cpu
-        words = f"{text}; default: {default}" if text else f"default: {default}"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=words)
-
-
 def parse_router(argv: list[str]) -> argparse.Namespace:
     """`args.model` is a list of names of `MODEL_SHAPES`, `args.rows` a list of int."""
     parser = BenchParser("router", ROUTER)
     add = parser.add_argument
     add("--model", action="append", help=f"of {', '.join(MODEL_SHAPES)}; repeatable (default: all)")
-    add("--rows", default="1,32,256,2048,8192", help="rows of the launches (default: 1,32,256,2048,8192)")
+    add("--rows", default="1,32,256,2048,8192", help="rows of the launches")
     add(
         "--device",
         default="auto",
         choices=("auto", "cpu", "cuda"),
-        help="default: auto, a GPU if there is one",
+        help="auto: a GPU if there is one",
     )
     add("--compile", action="store_true", help="time the torch steps under torch.compile, too")
     add("--json", action="store_true", help="one JSON object on stdout and nothing else")
@@ -186,14 +169,14 @@ def parse_migration(argv: list[str], on_gpu: bool | None = None) -> argparse.Nam
     add = parser.add_argument
     add("--parts", default="steps,throughput,endurance", help=f"of {', '.join(PARTS)}")
     add("--ranks", type=int, help="without torchrun: start so many (default: one a GPU, else 2)")
-    _add_sizes(parser, MIGRATION_SIZES, on_gpu)
-    add("--staging-layers", type=int, default=2)
-    add("--zipf-exponent", type=float, default=1.2)
+    parser.sizes(MIGRATION_SIZES, on_gpu)
+    add("--staging-layers", type=int, default=2, help="whole layers that may be in transfer at once")
+    add("--zipf-exponent", type=float, default=1.2, help="skew of the traffic")
     add("--policy", default="global", help="of the planner")
     add("--limit-s", type=float, default=300.0, help="of the process groups' collectives")
     add("--verify", action="store_true", help="compare checksums of every moved expert")
     add("--transfer-limit-s", type=float, default=30.0, help="a chunk that takes longer ends the job")
-    add("--report", type=Path)
+    add("--report", type=Path, help="write the JSON object here, too")
     args = parser.parse_args(argv)
     args.parts = args.parts.split(",")
     parser.require_each("--parts", args.parts, PARTS)
@@ -216,25 +199,25 @@ def parse_ep(argv: list[str], on_gpu: bool | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="traffic beside Zipf; repeatable",
     )
-    add("--zipf-exponent", type=float, default=1.2, help="skew of the Zipf traffic (default: 1.2)")
+    add("--zipf-exponent", type=float, default=1.2, help="skew of the Zipf traffic")
     add("--no-zipf", dest="zipf", action="store_false", help="the files of --loads alone")
-    add("--redundant", default="0,8,32", help="redundant experts a layer (default: 0,8,32)")
+    add("--redundant", default="0,8,32", help="redundant experts a layer")
     add("--dispatch", default=",".join(DISPATCHES), help=f"of {', '.join(DISPATCHES)} (default: all)")
-    _add_sizes(parser, EP_SIZES, on_gpu)
+    parser.sizes(EP_SIZES, on_gpu)
     add(
         "--staging-layers",
         type=int,
         default=2,
-        help="whole layers that may be in transfer at once (default: 2)",
+        help="whole layers that may be in transfer at once",
     )
-    add("--agree-every", type=int, default=4, help="steps between two votes (default: 4)")
+    add("--agree-every", type=int, default=4, help="steps between two votes")
     add(
         "--limit-s",
         type=float,
         default=180.0,
-        help="no cell begins that would end later; counted once the planner is compiled (default: 180)",
+        help="no cell begins that would end later; counted once the planner is compiled",
     )
-    add("--cell-limit-s", type=float, default=15.0, help="a cell's steps end after so long (default: 15)")
+    add("--cell-limit-s", type=float, default=15.0, help="a cell's steps end after so long")
     add("--json", action="store_true", help="one JSON object on stdout and nothing else")
     add("--report", type=Path, help="write that object here, too")
     args = parser.parse_args(argv)
@@ -286,7 +269,7 @@ def elastic_parser() -> BenchParser:
     """Of `evenroute bench elastic`."""
     parser = BenchParser("elastic", ELASTIC)
     add = parser.add_argument
-    add("--ranks", type=int, default=4, help="processes at the start (default: 4)")
+    add("--ranks", type=int, default=4, help="processes at the start")
     add(
         "--kill-rank",
         type=rank_at_step,
@@ -318,12 +301,12 @@ def elastic_parser() -> BenchParser:
         default=0,
         help="so many random kills, one after the other; a rank joins after each",
     )
-    add("--seed", type=int, default=1, help="of the random kills (default: 1)")
-    add("--steps", type=int, default=50, help="steps after the last act (default: 50)")
-    add("--experts", type=int, default=8, help="logical experts (default: 8)")
-    add("--slots", type=int, default=4, help="slots of a rank (default: 4)")
-    add("--layers", type=int, default=3, help="MoE layers (default: 3)")
-    add("--limit", type=float, default=2.0, help="seconds after which a collective has failed (default: 2)")
+    add("--seed", type=int, default=1, help="of the random kills")
+    add("--steps", type=int, default=50, help="steps after the last act")
+    add("--experts", type=int, default=8, help="logical experts")
+    add("--slots", type=int, default=4, help="slots of a rank")
+    add("--layers", type=int, default=3, help="MoE layers")
+    add("--limit", type=float, default=2.0, help="seconds after which a collective has failed")
     add("--json", action="store_true", help="one JSON object on stdout and nothing else")
     add("--report", type=Path, help="write that object here, too")
     return parser

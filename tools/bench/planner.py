@@ -7,7 +7,6 @@ judged by `bench_planner_check`, which shares no code with the planner.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from evenroute.tools.bench.planning.peers import Peer, open_peers
 from evenroute.tools.bench.planning.rows import Clock, Row, at_least, at_most, note, show
 from evenroute.tools.bench.planning.skewed import decision_time, layout, sizes, skewed
 from evenroute.tools.bench.planning.time import chains, drift, stationary
+from evenroute.tools.flags import FlagParser
 
 Loads = NDArray[np.float64]
 
@@ -259,10 +259,11 @@ ON_ANY_LOADS = (
 )  # the others promise figures of the real ones
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> FlagParser:
     """The flags of the benchmark."""
-    parser = argparse.ArgumentParser(prog="evenroute bench planner", description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path(__file__).resolve().parents[3] / "shared" / "data")
+    parser = FlagParser("evenroute bench planner", __doc__ or "", "bench planner")
+    data = Path(__file__).resolve().parents[3] / "shared" / "data"
+    parser.add_argument("--data", type=Path, default=data, help="a folder of real loads")
     parser.add_argument("--synthetic", action="store_true", help="loads of our own making instead of --data")
     parser.add_argument("--only", default="", help=f"sections, separated by commas: {', '.join(SECTIONS)}")
     parser.add_argument(
@@ -270,7 +271,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--every", type=int, default=1, help="judge every n-th change of workload")
     parser.add_argument("--quick", action="store_true", help="shorter chains and traces")
-    parser.add_argument("--json", action="store_true", dest="as_json")
+    parser.add_argument(
+        "--json", action="store_true", dest="as_json", help="one JSON object on stdout and nothing else"
+    )
     return parser
 
 

@@ -6,7 +6,6 @@ evenroute bench transport --ranks 1024 --seconds 20 --rate 0      # as fast as i
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from evenroute.dist.client import query_status
 from evenroute.dist.wire.messages import NO_KEY, JobShape
 from evenroute.eplb.store.writer import StoreReader
+from evenroute.tools.flags import FlagParser
 from evenroute.tools.run.rebalancer import ChildRebalancer
 from evenroute.tools.run.simulated_job import SimulatedJob
 
@@ -135,17 +135,19 @@ def _reach(simulated: SimulatedJob) -> float | None:
 
 def main(argv: list[str] | None = None) -> int:
     """`evenroute bench transport`: run and print one JSON object. Exit status 1 when a count was lost."""
-    parser = argparse.ArgumentParser(
-        prog="evenroute bench transport", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = FlagParser("evenroute bench transport", (__doc__ or "").split("\n")[0], "bench transport")
     helps = {
+        "ranks": "simulated ranks",
+        "layers": "MoE layers",
+        "experts": "logical experts a layer",
+        "seconds": "how long they send",
         "rate": "windows a second and rank; 0: no pause",
         "plan_after": "seconds until a placement is planned and sent (0: none)",
         "planner": "MODULE:FUNCTION in place of the built-in planner",
     }
     for name, default in vars(TransportOptions()).items():
         kind = str if default is None else type(default)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=helps.get(name))
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=helps[name])
     given = parser.parse_args(argv)
     try:
         options = TransportOptions(**vars(given))

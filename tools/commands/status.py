@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenroute.tools.options import Address
-from evenroute.tools.report.words import one_line
+from evenroute.tools.report.words import key_text, one_line
 
 if TYPE_CHECKING:
     from evenroute.dist.wire.control import RankHealth, RebalancerStatus
@@ -37,10 +37,6 @@ def status(
     else:
         typer.echo("\n".join(status_lines(found)))
     raise SystemExit(0 if found.healthy else DEGRADED)
-
-
-def _key(key: tuple[int, int]) -> str:
-    return "none" if key == (0, 0) else f"{key[0]:x}/{key[1]}"
 
 
 def _share(value: float | None) -> str:
@@ -78,9 +74,9 @@ def status_lines(status: RebalancerStatus) -> list[str]:
     unit = "s" if status.interval_unit == "seconds" else " windows"
     silence = max((rank.heard_s_ago or 0.0 for rank in heard), default=0.0)
     silent = sum(_is_silent(rank) for rank in heard)
-    live = _key(status.live_lowest)
+    live = key_text(status.live_lowest)
     if status.live_lowest != status.live_highest:
-        live += f" .. {_key(status.live_highest)} (switching)"
+        live += f" .. {key_text(status.live_highest)} (switching)"
     lines += [
         f"job        {one_line(status.model) or 'unnamed'}: {status.num_layers} layers, "
         f"{status.num_logical_experts} experts in {status.num_slots} slots, {status.ep_size} ranks, run {status.run:x}",
@@ -88,7 +84,7 @@ def status_lines(status: RebalancerStatus) -> list[str]:
         f"{f'{ended} ended, ' if ended else ''}"
         f"the quietest {silence:.1f} s ago",
         *membership_lines(status),
-        f"version    newest {_key(status.newest)}, in use {live}"
+        f"version    newest {key_text(status.newest)}, in use {live}"
         + (" (shadow mode: no rank takes a placement up)" if any(rank.shadow for rank in heard) else ""),
         f"planner    {status.plans_succeeded} decisions, {errors} errors{f' ({failed})' if failed else ''}, "
         + (
@@ -159,7 +155,7 @@ def _rank_lines(status: RebalancerStatus) -> list[str]:
             data = f"counts of steps {rank.first_step}..{rank.last_step} in {rank.last_seq} windows"
             data += f", {rank.missing_windows} missing" if rank.missing_windows else ", none missing"
         lines.append(
-            f"  rank {rank.rank}: {seen}, holds {_key(rank.held)}{' (behind)' if rank.behind else ''}, {data}"
+            f"  rank {rank.rank}: {seen}, holds {key_text(rank.held)}{' (behind)' if rank.behind else ''}, {data}"
             f"{_recorded(rank)}"
         )
     return lines

@@ -61,12 +61,17 @@ def watch(
     from evenroute.tools.report.top import Screen
 
     assert isinstance(console, Console)
-    screen, status, looks = Screen(), 2, 0
+    screen, status, looks = Screen(takes_keys=console.is_terminal), 2, 0
     with (
         ControlClient(address, keys=keys, timeout_s=timeout) as client,
         single_keys(console.is_terminal) as typed,
         Live(console=console, screen=console.is_terminal, auto_refresh=False, transient=False) as live,
     ):
+
+        def draw() -> None:
+            drawn = screen.render(console.width, console.height)
+            live.update(drawn, refresh=True) if console.is_terminal else console.print(drawn)
+
         try:
             while frames is None or looks < frames:
                 began = time.monotonic()
@@ -79,14 +84,14 @@ def watch(
                     screen.lost(str(error), time.time())
                     status = 2
                 looks += 1
-                live.update(screen.render(console.width, console.height), refresh=True)
+                draw()
                 while frames is None or looks < frames:
                     pressed = typed.pressed(interval - (time.monotonic() - began))
                     if not all(map(screen.key, pressed)):
                         return status
                     if not pressed:
                         break
-                    live.update(screen.render(console.width, console.height), refresh=True)
+                    draw()
                     if screen.asks:
                         break
         except KeyboardInterrupt:

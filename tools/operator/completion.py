@@ -15,7 +15,10 @@ SHELLS = ("bash", "zsh", "fish")
 def completion(
     shell: Annotated[str, typer.Argument(help="bash, zsh or fish.")],
 ) -> None:
-    """Print a script for tab completion: in ~/.bashrc, eval "$(evenroute completion bash)"; zsh and fish alike."""
+    """Print a script for tab completion: eval "$(evenroute completion bash)" in ~/.bashrc; zsh alike, after compinit.
+
+    In fish: evenroute completion fish | source.
+    """
     if shell not in SHELLS:
         raise ValueError(f"SHELL: {shell!r} found, expected {', '.join(SHELLS)}")
     # Typer writes it, in a process that is asked by its environment as the shell will ask.

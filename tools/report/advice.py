@@ -112,7 +112,7 @@ def _price(facts: dict[str, Any], size: ExpertSize) -> list[tuple[str, str]]:
     if memory is not None:
         slots += f" = {memory / 1e9:.2f} GB ({size.num_bytes / 1e6:.1f} MB each: {size.origin})"  # type: ignore[operator]
         if facts["memory_part"] is not None:
-            slots += f", {100 * facts['memory_part']:.1f} % of a {facts['hardware']}"
+            slots += f", {100 * facts['memory_part']:.1f} % of one {facts['hardware']}"
     else:
         slots += f"; bytes {size.origin}"
     moves = facts["moves_per_plan"]

@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from evenroute.tools.report.words import one_line, visible
+from evenroute.tools.report.words import key_text, one_line, visible
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NO_DATA = "no data"
@@ -228,7 +228,7 @@ def _hot_ranks(facts: dict[str, Any]) -> Table:
 def _placements(placements: Sequence[dict[str, Any]], when: str) -> Table:
     rows = [
         [
-            f"{found['epoch']:x}/{found['version']}",
+            key_text((found["epoch"], found["version"])),
             clock(found["time"]) or ("" if found["step"] is None else f"step {found['step']}"),
             found["policy"],
             "" if found["moves"] is None else f"{found['moves']:,}",

@@ -26,15 +26,10 @@ from evenroute.tools.report.top_tables import (
     side_by_side,
     sorted_layers,
 )
-from evenroute.tools.report.words import one_line
+from evenroute.tools.report.words import key_text, one_line
 
 HISTORY = 240
 DECISIONS = 8
-
-
-def key_text(key: tuple[int, int]) -> str:
-    """(epoch, version) as elsewhere: epoch in hex; "none" before the first."""
-    return "none" if key == (0, 0) else f"{key[0]:x}/{key[1]}"
 
 
 class Screen:
@@ -43,7 +38,8 @@ class Screen:
     `decisions` are what top saw change: a new version, its arrival everywhere, a failed plan, ranks that came or went.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_keys: bool = True) -> None:
+        self.takes_keys = takes_keys
         self.balance: deque[float | None] = deque(maxlen=HISTORY)
         self.decisions: deque[tuple[float, str]] = deque(maxlen=DECISIONS)
         self._last: RebalancerStatus | None = None
@@ -118,7 +114,7 @@ class Screen:
             return Text(self.unreachable or "waiting for the first answer", style="yellow")
         if not status.ep_size:
             told = "waiting for a job: no rank has been heard; ranks find it by AgentConfig(rebalancer=...)"
-            return Group(self._head(status), Text(), Text(told, style="yellow"), Text(), self._help(width))
+            return Group(self._head(status), Text(), Text(told, style="yellow"), *self._help())
         figures = self._figures(status, width, short=height < 36)
         head = 1 + len(status.degraded) + figures.row_count
         airy = height >= 36
@@ -133,7 +129,7 @@ class Screen:
         else:
             parts += [self._tables(status, width, room), *gap, layer_strip(status, width), *gap]
             parts += [rank_map(status.ranks, width, map_room, legend=airy), *gap]
-        return Group(*parts, self._decided(decided - 1), self._help(width))
+        return Group(*parts, self._decided(decided - 1), *self._help())
 
     def _tables(self, status: RebalancerStatus, width: int, room: int) -> RenderableType:
         on_layers, chosen = self._on_layers, self._chosen
@@ -148,12 +144,14 @@ class Screen:
             return layers if on_layers else ranks
         return side_by_side(layers, ranks)
 
-    def _help(self, width: int) -> Text:
+    def _help(self) -> list[Text]:
+        if not self.takes_keys:
+            return []
         if self.layer is not None:
             keys = "q quit  up/down another layer  esc back"
         else:
             keys = "q quit  up/down choose  enter layer  s sort  tab ranks or layers"
-        return Text(keys, style="dim", no_wrap=True, overflow="ellipsis")
+        return [Text(keys, style="dim", no_wrap=True, overflow="ellipsis")]
 
     def _head(self, status: RebalancerStatus) -> RenderableType:
         line = Text()
@@ -164,14 +162,15 @@ class Screen:
         else:
             line.append("DEGRADED ", style="bold red")
         line.append(
-            f"{status.state}, up {duration(status.uptime_s)}, {one_line(status.address)}, run {status.run:x}"
+            f"{status.state}, up {duration(status.uptime_s)}, {one_line(status.address)}"
+            + (f", run {status.run:x}" if status.run else "")
         )
         reasons = [Text(f"  ! {one_line(reason)}", style="red") for reason in status.degraded]
         return Group(line, *reasons)
 
     def _figures(self, status: RebalancerStatus, width: int, *, short: bool) -> Table:
         grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="bold", no_wrap=True)
+        grid.add_column(style="bold", no_wrap=True, min_width=8)
         grid.add_column(no_wrap=True)
         heard = [rank for rank in status.ranks if rank.heard_s_ago is not None]
         silence = max((rank.heard_s_ago or 0.0 for rank in heard), default=0.0)

@@ -7,11 +7,18 @@ import sys
 
 from evenroute.eplb._io import escaped, visible
 
-__all__ = ["one_line", "plain_streams", "plural", "short", "visible"]
+__all__ = ["key_text", "one_line", "plain_streams", "plural", "short", "visible"]
 
 # One character for one, so that columns stay in their places.
 _PLAIN = dict(zip("▁▂▃▄▅▆▇█", "_.:-=+*#", strict=True))
 _ENCODING_ERRORS = "evenroute-plain"
+
+
+def key_text(key: tuple[int, int] | None) -> str:
+    """A placement's key, the same everywhere: epoch in hex / version; None: while layers of two versions are in use."""
+    if key is None:
+        return "switching"
+    return "start" if tuple(key) == (0, 0) else f"{key[0]:x}/{key[1]}"
 
 
 def one_line(text: str) -> str:

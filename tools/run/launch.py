@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import sys
 from typing import NoReturn
+
+from evenroute.eplb._versions import check_versions
 
 
 def has_torch() -> bool:
@@ -17,9 +20,13 @@ def has_torch() -> bool:
 
 
 def require_torch(command: str) -> None:
-    """ValueError that names the missing extra where torch is not installed."""
+    """ValueError that names the missing extra where torch is not installed, or is too old."""
     if not has_torch():
         raise ValueError(f"{command} needs torch, which is not installed: pip install 'evenroute[rank]'")
+    try:
+        check_versions()
+    except ImportError as error:
+        raise ValueError(str(error)) from None
 
 
 def count_gpus() -> int:
@@ -41,6 +48,7 @@ def launch(module: str, argv: list[str], ranks: int) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does so too, with a warning of five lines
     try:
         torchrun.main(["--standalone", "--nproc-per-node", str(ranks), "-m", module, *argv])
     except SignalException as ended:

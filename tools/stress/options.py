@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from evenroute.dist.wire.address import parse_address
 from evenroute.dist.wire.keys import load_client_keys
@@ -19,7 +19,7 @@ from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.routing.settings.config import RouterConfig
 from evenroute.routing.settings.modes import DISPATCH_MODES, MODES
-from evenroute.tools.errors import fail
+from evenroute.tools.flags import FlagParser
 
 ROUTINGS = ("fake", "uniform", "round-robin", "zipf", "trace")
 DISPATCHES = ("auto", *DISPATCH_MODES, "dynamic-hash")
@@ -71,48 +71,47 @@ class StressOptions:
         return max(1, self.interval_steps // 3)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        fail(message)
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> FlagParser:
     """The stress run's flags; `--help` is their documentation."""
-    parser = _Parser(
-        prog="evenroute stress",
-        description="Routes real logits for all layers of a model shape on every rank, streams the counts to a "
-        "rebalancer, switches placements while it runs, and checks every step.",
-        allow_abbrev=False,
+    parser = FlagParser(
+        "evenroute stress",
+        "Routes real logits for all layers of a model shape on every rank, streams the counts to a rebalancer,\n"
+        "switches placements while it runs, and checks every step. --nproc-per-node N starts N ranks.",
     )
     add = parser.add_argument
-    add("--routing", choices=ROUTINGS, default="zipf", help="where the logits come from (default: zipf)")
+    add("--routing", choices=ROUTINGS, default="zipf", help="where the logits come from")
     add("--loads", type=Path, help="with --routing trace: a JSON file with `logical_count`")
-    add("--zipf-exponent", type=float, default=1.2, help="skew of --routing zipf (default: 1.2)")
-    add("--steps", type=int, default=300)
-    add("--tokens", type=int, default=128, help="rows a rank and step (default: 128)")
-    add("--model", choices=sorted(MODEL_SHAPES), default="dsv3")
+    add("--zipf-exponent", type=float, default=1.2, help="skew of --routing zipf")
+    add("--steps", type=int, default=300, help="forward passes")
+    add("--tokens", type=int, default=128, help="rows a rank and step")
+    add("--model", choices=sorted(MODEL_SHAPES), default="dsv3", help="whose shape to route")
     add("--layers", type=int, help="MoE layers (default: the model's)")
     add("--num-experts", type=int, help="logical experts a layer (default: the model's)")
-    add("--top-k", type=int)
-    add("--num-groups", type=int)
-    add("--topk-group", type=int)
+    add("--top-k", type=int, help="experts a token (default: the model's)")
+    add("--num-groups", type=int, help="expert groups (default: the model's)")
+    add("--topk-group", type=int, help="groups that a token may use (default: the model's)")
     add(
         "--num-redundant-experts",
         "--ep-num-redundant-experts",
         type=int,
         help="slots beyond one per expert (default: the model's)",
     )
-    add("--num-nodes", type=int, default=1)
+    add("--num-nodes", type=int, default=1, help="nodes that hold the ranks")
     add(
         "--dispatch",
         choices=DISPATCHES,
         default="auto",
-        help="default: auto, weighted once shares are uneven",
+        help="how a token finds a replica (default: auto, weighted once shares are uneven)",
     )
-    add("--token-mode", choices=("own", "shared"), default="own")
-    add("--seed", type=int, default=0)
+    add(
+        "--token-mode",
+        choices=("own", "shared"),
+        default="own",
+        help="whether each rank has tokens of its own, or all have the same ones",
+    )
+    add("--seed", type=int, default=0, help="of logits and popularity")
     add("--no-reshuffle", dest="reshuffle", action="store_false", help="keep the popularity all the way")
-    add("--rebalancer", default="start", metavar="start|off|ADDR", help="default: start one of our own")
+    add("--rebalancer", default="start", metavar="start|off|ADDR", help="one of our own, none, or this one")
     add("--keys", type=Path, help="this rank's key file (rank.toml), for a --rebalancer with CURVE keys")
     add("--interval-steps", type=int, default=30, help="steps between two plans of our own rebalancer")
     add("--agree-every", type=int, default=4, help="steps between two votes")

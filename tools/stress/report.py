@@ -10,6 +10,7 @@ from rich.table import Table
 
 from evenroute.dist.client import query_status
 from evenroute.eplb.placement.placement import Placement
+from evenroute.tools.report.words import key_text
 from evenroute.tools.stress.options import StressOptions
 
 if TYPE_CHECKING:
@@ -24,12 +25,6 @@ MARKS = {
 
 def _figure(value: float | None) -> str:
     return "no data" if value is None else f"{value:.3f}"
-
-
-def key_label(key: Sequence[int]) -> str:
-    """A key as `evenroute status` writes it: the rebalancer's epoch in hexadecimal / the placement's number."""
-    epoch, version = key
-    return f"{epoch:x}/{version}" if epoch else "start"
 
 
 def segment_rows(segments: Sequence[Segment]) -> list[dict[str, Any]]:
@@ -95,11 +90,9 @@ def _segments_table(report: dict[str, Any]) -> Table:
     for name in ("moved slots", "predicted", "achieved", "worst layer"):
         table.add_column(name, justify="right")
     for row in report["segments"]:
-        key = row["key"]
-        label = "switching" if key is None else key_label(key)
         table.add_row(
             f"{row['first_step']}-{row['last_step']}",
-            label,
+            key_text(row["key"]),
             "as at start" if row["popularity"] == 0 else "reshuffled",
             str(row["moved_slots"]),
             _figure(row["balancedness_predicted"]),

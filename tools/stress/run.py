@@ -27,6 +27,7 @@ from evenroute.routing.output import RoutingOutput
 from evenroute.routing.router import Router
 from evenroute.routing.simulated.source import LogitSource
 from evenroute.routing.tables.tables import DispatchTables
+from evenroute.tools.report.words import key_text
 from evenroute.tools.run.ranks import pick_device, share_text
 from evenroute.tools.run.rebalancer import ChildRebalancer
 from evenroute.tools.stress.checks import Finding, StepChecks, stored_counts
@@ -36,7 +37,6 @@ from evenroute.tools.stress.options import StressOptions
 from evenroute.tools.stress.report import (
     beginning,
     headline,
-    key_label,
     print_report,
     segment_rows,
     worth_of_rebalancing,
@@ -172,7 +172,7 @@ class StressRank:
             MofNCompleteColumn(),
             TimeRemainingColumn(),
         )
-        start = time.perf_counter()
+        self.began = time.perf_counter()
         with Progress(*columns, console=console, disable=self.rank != 0, transient=True) as progress:
             task = progress.add_task("routing", total=self.options.steps)
             for _ in range(self.options.steps):
@@ -193,7 +193,7 @@ class StressRank:
                 self._tell(placed.step + 1, console)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.seconds = time.perf_counter() - start
+        self.seconds = time.perf_counter() - self.began
         self.recorder.close()
 
     def _meet(self) -> bool:
@@ -212,13 +212,14 @@ class StressRank:
         """A line at each tenth where no progress bar can be drawn (a log file, CI)."""
         tenth = max(1, self.options.steps // 10)
         if self.rank == 0 and not console.is_terminal and done % tenth == 0:
-            console.print(f"routing: step {done} of {self.options.steps}, placement {self._key_label()}")
+            left = (time.perf_counter() - self.began) / done * (self.options.steps - done)
+            rest = f", about {left:.0f} s left" if done < self.options.steps else ""
+            console.print(
+                f"routing: step {done} of {self.options.steps}, placement {self._key_label()}{rest}"
+            )
 
     def _key_label(self) -> str:
-        key = self.agent.key
-        if key is None:
-            return "switching"
-        return key_label(key)
+        return key_text(self.agent.key)
 
     def _forward(self, placed: StepResult) -> None:
         """One forward pass: every layer's logits go through the router."""

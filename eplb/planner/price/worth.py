@@ -20,8 +20,8 @@ class Savings(NamedTuple):
     def told(self) -> str:
         """In one line."""
         return (
-            f"rebalancing saved {self.saved:.3g} GPU-seconds against the first placement ({self.saved_source}) "
-            f"and cost {self.cost:.3g} ({self.cost_source})"
+            f"rebalancing saved {self.saved:.3g} GPU-seconds against the first placement ({self.saved_source} prices) "
+            f"and cost {self.cost:.3g} ({self.cost_source} prices)"
         )
 
 

@@ -84,9 +84,8 @@ def test_measured_costs_price_the_next_decision_and_are_said(daemon):
     text = "\n".join(status_lines(found))
     assert found.worth in text
     assert found.costs in text
-    assert (
-        "rebalancing saved 0 GPU-seconds against the first placement (default) and cost 1 (measured)" in text
-    )
+    saved = "rebalancing saved 0 GPU-seconds against the first placement (default prices)"
+    assert f"{saved} and cost 1 (measured prices)" in text
     screen, console = Screen(), Console(width=160, record=True, file=io.StringIO())
     screen.feed(found, 1.0)
     console.print(screen.render(160, 40))

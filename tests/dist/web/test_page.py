@@ -58,14 +58,14 @@ def test_figures_stand_on_the_page(browser, live):
     assert browser.value("document.querySelectorAll('#ranks tr').length") == 8
     assert browser.value("document.querySelectorAll('#events li').length") == live.status.version
     assert "slots moved" in browser.value("$('events').textContent")
-    assert browser.value("document.querySelectorAll('#experts tr').length") == 12
+    browser.wait("document.querySelectorAll('#experts tr').length === 12")
     for canvas in ("map", "bars", "time"):
         painted = (
             f"(() => {{ const c = $('{canvas}'), "
             "d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data, s = new Set(); "
             "for (let i = 0; i < d.length; i += 388) s.add(d.slice(i, i + 4).join()); return s.size; })()"
         )
-        assert browser.value(painted) >= 3, canvas
+        browser.wait(f"{painted} >= 3")
     assert browser.problems == []
 
 
@@ -126,6 +126,17 @@ def test_what_is_wrong_is_said_at_once(browser, live):
 
 
 @needs_chromium
+def test_gpu_time_saved_or_lost(browser, live):
+    calm = live.status
+    browser.wait("$('tiles').textContent.includes('Saved so far2.5 h42 s spent on moves, in GPU time')")
+    live.status = msgspec.structs.replace(calm, saved_gpu_seconds=-30.0)
+    browser.wait("$('tiles').textContent.includes('Lost so far30 s')")
+    live.status = msgspec.structs.replace(calm, saved_gpu_seconds=None)
+    browser.wait("!/(Saved|Lost) so far/.test($('tiles').textContent)")
+    live.status = calm
+
+
+@needs_chromium
 def test_light_dark_and_a_phone(browser):
     background = "getComputedStyle(document.body).backgroundColor"
     light = browser.value(background)
@@ -136,7 +147,9 @@ def test_light_dark_and_a_phone(browser):
     browser.value("$('theme').click()")
     browser.resize(360, 740, mobile=True)
     browser.wait("innerWidth === 360")
-    assert browser.value("document.documentElement.scrollWidth") <= 360, "nothing to scroll sideways"
+    browser.wait(
+        "document.documentElement.scrollWidth <= 360"
+    )  # nothing to scroll sideways, once it is drawn anew
     browser.resize(1366, 900)
     assert browser.problems == []
 

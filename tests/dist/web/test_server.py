@@ -13,7 +13,7 @@ import pytest
 from evenroute.dist.web import server as bounded
 from evenroute.dist.web.process import listen
 from evenroute.dist.web.server import BoundedServer, HttpAnswer, plain
-from support.control_plane import wait_for
+from support.control_plane import patience, wait_for
 
 
 def ticks():
@@ -30,7 +30,7 @@ def respond(request):
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(bounded, "MAX_PEER_S", 1.0)
+    monkeypatch.setattr(bounded, "MAX_PEER_S", patience())
     made = BoundedServer(listen("127.0.0.1", 0), respond)
     thread = threading.Thread(target=made.serve_forever, daemon=True)
     thread.start()
@@ -111,7 +111,7 @@ def test_streams_have_places_of_their_own(server):
         with pytest.raises(urllib.error.HTTPError, match="503"):
             ask(server, "/stream")
         assert ask(server) == b"fine\n"
-        time.sleep(1.2)  # longer than a plain answer may take
+        time.sleep(1.2 * bounded.MAX_PEER_S)  # longer than a plain answer may take
         held[1].recv(65536)
         assert b"tick" in held[1].recv(65536)
         held.pop(0).close()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import pty
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -14,9 +17,10 @@ import pytest
 
 from evenroute.dist.config import RebalancerConfig, load_config
 from evenroute.tools.cli import GROUPS, command_names
+from evenroute.tools.operator.completion import SHELLS
 from evenroute.tools.operator.init import settings_text
 from support.command import assert_one_line_error, evenroute
-from support.control_plane import child_environment
+from support.control_plane import child_environment, wait_for
 from support.documented import Lines, runs
 from support.live_page import Story
 
@@ -93,28 +97,53 @@ def test_wrong_shell() -> None:
     assert_one_line_error(evenroute("completion", "tcsh"), "expected bash, zsh, fish")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_scripts_of_shells(shell: str) -> None:
-    script = evenroute("completion", shell).out
-    assert "_EVENROUTE_COMPLETE" in script
-    if shutil.which(shell):
-        subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
+SET_UP = {
+    "bash": (["--norc", "--noprofile"], 'eval "$(evenroute completion bash)"'),
+    "zsh": (["-f"], 'autoload -Uz compinit; compinit -D -u; eval "$(evenroute completion zsh)"'),
+    "fish": (["--no-config"], "evenroute completion fish | source"),
+}
 
 
-def test_bash_completes_commands_and_flags(tmp_path: Path) -> None:
-    """As bash does it: the script's function, called with what was typed."""
+@pytest.mark.parametrize("shell", SHELLS)
+def test_shells_complete_commands_and_flags(shell: str, tmp_path: Path) -> None:
+    """In a terminal, with the Tab key."""
+    assert "_EVENROUTE_COMPLETE" in evenroute("completion", shell).out
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell} (apt-get install {shell})")
     program = tmp_path / "evenroute"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m evenroute.tools.cli "$@"\n')
     program.chmod(0o755)
-    script = evenroute("completion", "bash").out
-    for words, place, expected in ((["ro"], 1, "rollback"), (["top", "--time"], 2, "--timeout")):
-        typed = " ".join(["evenroute", *words])
-        ask = f"{script}\nCOMP_WORDS=({typed})\nCOMP_CWORD={place}\n_evenroute_completion {program}\n"
-        ask += 'echo "${COMPREPLY[@]}"'
-        done = subprocess.run(
-            ["bash", "-c", ask], capture_output=True, text=True, timeout=120, env=child_environment()
-        )
-        assert done.stdout.split() == [expected], done.stderr
+    flags, line = SET_UP[shell]
+    main, child = pty.openpty()
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    process = subprocess.Popen(
+        [shell, *flags, "-i"],
+        env=child_environment(PATH=path, HOME=str(tmp_path), TERM="xterm"),
+        preexec_fn=lambda: os.login_tty(child),
+    )
+    os.close(child)
+    seen = bytearray()
+
+    def shows(words: bytes) -> bool:
+        if select.select([main], [], [], 0.1)[0]:
+            seen.extend(os.read(main, 65536))
+        return words in seen
+
+    try:
+        for typed, words in (
+            (
+                f"{line}; echo set''up done\n",
+                b"setup done",
+            ),  # typed with quotes, so that the echo is no answer
+            ("evenroute roll\t", b"rollback"),
+            ("\x15evenroute top --timeo\t", b"--timeout"),
+        ):
+            os.write(main, typed.encode())
+            wait_for(lambda words=words: shows(words), 120, f"{words!r}; the terminal shows {seen!r}")
+    finally:
+        process.kill()
+        process.wait(60)
+        os.close(main)
 
 
 @runs("deploy/README.md", "evenroute init", "evenroute completion", "evenroute backup")
