@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.models import MODEL_SHAPES
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.tools.flags import FlagParser
+from evenroute.tools.bench.dispatch_options import parse_dispatch, parse_experts
+from evenroute.tools.bench.parser import BenchParser
 from evenroute.tools.run.launch import count_gpus
 
 ROUTER = """Times the routing launch: whole, in parts, under PDL and on worst inputs, beside its floor and torch steps.
@@ -115,25 +116,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.source}, {self.redundant} redundant, {self.dispatch}"
-
-
-class BenchParser(FlagParser):
-    """The parser of one bench."""
-
-    def __init__(self, name: str, description: str) -> None:
-        super().__init__(f"evenroute bench {name}", description, f"bench {name}")
-
-    def require_each(self, flag: str, values: Iterable[str], allowed: Sequence[str]) -> None:
-        """An error unless all values are allowed."""
-        for value in values:
-            if value not in allowed:
-                self.error(f"{flag}: found {value!r}, expected of {', '.join(allowed)}")
-
-    def require_some(self, args: argparse.Namespace, *names: str) -> None:
-        """An error unless each of these flags is at least 1."""
-        for name in names:
-            if getattr(args, name) < 1:
-                self.error(f"--{name.replace('_', '-')}: found {getattr(args, name)}, expected at least 1")
 
 
 def parse_router(argv: list[str]) -> argparse.Namespace:
@@ -331,4 +313,6 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "migration": parse_migration,
     "ep": parse_ep,
     "elastic": parse_elastic,
+    "dispatch": parse_dispatch,
+    "experts": parse_experts,
 }
