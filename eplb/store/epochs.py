@@ -167,7 +167,7 @@ class EpochStore(StoreReader):
     def add_event(self, kind: str, text: str, *, epoch: int | None, now: float) -> None:
         """Note something for the operator."""
         with self._transaction(epoch) as connection:
-            values = (now, self.last_epoch() if epoch is None else epoch, kind, text)
+            values = (now, self.last_epoch(), kind, text)
             connection.execute("INSERT INTO events (time, epoch, kind, text) VALUES (?, ?, ?, ?)", values)
 
     def add_event_after(self, kind: str, text: str, after: str | None, *, epoch: int, now: float) -> bool:

@@ -283,7 +283,9 @@ class HistoryStore(EpochStore):
                 removed = len(found) - 1
         if removed:
             with self._write_errors():
-                self._connection.execute("PRAGMA incremental_vacuum(1024)").fetchall()
+                self._connection.executescript(
+                    "PRAGMA incremental_vacuum(1024);"
+                )  # execute() ends after one page
                 self._custody.note()
         return removed
 

@@ -15,7 +15,8 @@ from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.models import MODEL_SHAPES
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.tools.flags import FlagParser
+from evenroute.tools.bench.dispatch_options import parse_dispatch, parse_experts
+from evenroute.tools.bench.parser import BenchParser
 from evenroute.tools.run.launch import count_gpus
 
 ROUTER = """Times the routing launch: whole, in parts, under PDL and on worst inputs, beside its floor and torch steps.
@@ -115,13 +116,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.source}, {self.redundant} redundant, {self.dispatch}"
-
-
-class BenchParser(FlagParser):
-    """The parser of one bench."""
-
-    def __init__(self, name: str, description: str) -> None:
-        super().__init__(f"evenroute bench {name}", description, f"bench {name}")
 
 
 def parse_router(argv: list[str]) -> argparse.Namespace:
@@ -328,4 +322,6 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "migration": parse_migration,
     "ep": parse_ep,
     "elastic": parse_elastic,
+    "dispatch": parse_dispatch,
+    "experts": parse_experts,
 }
