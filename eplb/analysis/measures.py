@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from evenroute.eplb.loads.balance import RankLoadMap, quick_balancedness
 from evenroute.eplb.loads.skew import Floats
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology, automatic_redundant_experts
+from evenroute.eplb.planner.classes.times import ExpertTimes
 from evenroute.eplb.planner.plan import plan_placement
 
 WITHIN = 0.01  # "as good as the best": within this much of its balancedness
@@ -62,6 +63,7 @@ class AdviceSettings:
     Attributes:
         experts_share: part of a step that experts take today; `share_given`: whether it was measured.
         batch_tokens: tokens of one step over all ranks; adds what a finite batch can reach.
+        times: what an expert touched and a token cost.
         replan_seconds: time between two plans; None = as long as the history says a plan stays good.
     """
 
@@ -77,6 +79,7 @@ class AdviceSettings:
     batch_tokens: int | None = None
     replan_seconds: float | None = None
     min_gain: float = MIN_GAIN
+    times: ExpertTimes = field(default_factory=ExpertTimes)
 
 
 def _without_idle(loads: Floats) -> Floats:

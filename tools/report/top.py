@@ -26,7 +26,7 @@ from evenroute.tools.report.top_tables import (
     side_by_side,
     sorted_layers,
 )
-from evenroute.tools.report.words import key_text, one_line
+from evenroute.tools.report.words import key_text, membership_text, one_line
 
 HISTORY = 240
 DECISIONS = 8
@@ -189,6 +189,8 @@ class Screen:
             f"{one_line(status.model) or 'unnamed'}: {status.num_layers} layers x "
             f"{status.num_logical_experts} experts, {status.num_slots} slots on {status.ep_size} ranks",
         )
+        if status.membership.state:
+            grid.add_row("members", membership_text(status.membership))
         grid.add_row("version", f"newest {key_text(status.newest)}, in use {live}")
         if not short or len({rank.held for rank in status.ranks}) > 1:
             grid.add_row("held", held_versions(status.ranks))
@@ -247,7 +249,9 @@ def changes(before: RebalancerStatus, after: RebalancerStatus) -> list[str]:
     found = []
     if after.epoch != before.epoch:
         found.append(f"the rebalancer began a new life, epoch {after.epoch:x}")
-    if after.run != before.run:
+    if after.membership.number != before.membership.number:
+        found.append(membership_text(after.membership))
+    elif after.run != before.run:
         found.append(f"another run of the job: {after.run:x}")
     if after.newest > before.newest:
         predicted = number(after.balancedness_predicted)
