@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from evenroute.dist.config import (
-    AgentConfig,
     PlannerSettings,
     RebalancerSettings,
-    load_agent_config,
     load_config,
 )
 from evenroute.dist.rebalancer.guards import FileLock, JobLock, LockHeldError
@@ -73,7 +71,6 @@ def test_flags_win_over_the_file_and_absent_flags_do_not(tmp_path):
     path = write(tmp_path, "[planner]\ninterval = 5\nmin_tokens = 7\n[agent]\ntop_k = 8")
     config = load_config(path, {"planner": {"interval": 9.0, "min_tokens": None}})
     assert (config.planner.interval, config.planner.min_tokens) == (9.0, 7)
-    assert load_agent_config(path) == AgentConfig(top_k=8)
 
 
 def test_defaults_are_in_the_dataclasses_alone():
