@@ -9,7 +9,7 @@ from evenroute.dist.elastic.groups import FormError, MemberGroups
 from evenroute.dist.elastic.process import MemberProcess, logger
 from evenroute.dist.elastic.state import decode_state, encode_state
 from evenroute.dist.membership.rows import columns_of, rows_digest
-from evenroute.dist.membership.types import columns_array
+from evenroute.dist.membership.types import columns_array, joiners_of
 from evenroute.dist.wire.membership import MembershipRecord
 
 
@@ -102,8 +102,7 @@ class ChangingProcess(MemberProcess):
 
     def _join_with(self, record: MembershipRecord) -> None:
         core, number = self._core, self._me.number
-        added = [one.number for one in record.members][-len(columns_array(record)) :]
-        columns = columns_array(record)[added.index(number)]
+        columns = columns_array(record)[[one.number for one in joiners_of(record)].index(number)]
 
         def off() -> bool:
             return core.offered is None or core.offered.run != record.run or core.ended is not None

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from evenroute.dist.membership.rows import Rows
 from evenroute.dist.protocol.agreement import Action
-from evenroute.dist.wire.membership import MemberDown, MemberReport, MembershipRecord
+from evenroute.dist.wire.membership import Member, MemberDown, MemberReport, MembershipRecord
 from evenroute.dist.wire.messages import Key
 
 Peer: TypeAlias = Hashable
@@ -69,6 +69,12 @@ class Applied:
     key: Key
     actions: list[Action] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
+
+
+def joiners_of(record: MembershipRecord) -> tuple[Member, ...]:
+    """The members that a change adds, in the order of its columns."""
+    num_joiners = len(columns_array(record))
+    return record.members[len(record.members) - num_joiners :]
 
 
 def columns_array(record: MembershipRecord) -> NDArray[np.int32]:

@@ -178,7 +178,7 @@ def _balance_sources(dest_ranks: list[int], candidates: list[dict[int, int]], ep
     for i, rank in enumerate(source):
         assigned[rank].append(i)
     while True:
-        top = max(sends, default=0)
+        top = max(sends)
         if not any(
             _shift(rank, top, sends, assigned, source, candidates)
             for rank in range(ep_size)
@@ -228,28 +228,26 @@ def _rounds(receives: list[Receive], ep_size: int) -> tuple[tuple[Receive, ...],
     for receive in receives:
         degree[receive.source_rank] += 1
         degree[ep_size + receive.dest_rank] += 1
-    num_rounds = max(degree, default=0)
+    num_rounds = max(degree)
     # at[v][c]: the receive with colour c at vertex v (senders, then receivers), or -1
     at = [[-1] * num_rounds for _ in range(2 * ep_size)]
     ends = [(receive.source_rank, ep_size + receive.dest_rank) for receive in receives]
     for i, (u, v) in enumerate(ends):
         free_u, free_v = at[u].index(-1), at[v].index(-1)
-        if (
-            at[v][free_u] != -1
-        ):  # free_u is taken at v: swap free_u and free_v along the path that begins there
-            path, vertex, colour = [], v, free_u
-            while (edge := at[vertex][colour]) != -1:
-                path.append((edge, colour))
-                a, b = ends[edge]
-                vertex = b if vertex == a else a
-                colour = free_v if colour == free_u else free_u
-            for edge, colour in path:
-                for end in ends[edge]:
-                    at[end][colour] = -1
-            for edge, colour in path:
-                swapped = free_v if colour == free_u else free_u
-                for end in ends[edge]:
-                    at[end][swapped] = edge
+        # Where free_u is taken at v, swap free_u and free_v along the path that begins there.
+        path, vertex, colour = [], v, free_u
+        while (edge := at[vertex][colour]) != -1:
+            path.append((edge, colour))
+            a, b = ends[edge]
+            vertex = b if vertex == a else a
+            colour = free_v if colour == free_u else free_u
+        for edge, colour in path:
+            for end in ends[edge]:
+                at[end][colour] = -1
+        for edge, colour in path:
+            swapped = free_v if colour == free_u else free_u
+            for end in ends[edge]:
+                at[end][swapped] = edge
         at[u][free_u] = at[v][free_u] = i
     rounds: list[list[Receive]] = [[] for _ in range(num_rounds)]
     for vertex in range(ep_size):

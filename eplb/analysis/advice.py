@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evenroute.eplb.analysis.batches import by_batch_size
 from evenroute.eplb.analysis.measures import (
     TOKEN_STEPS,
     WITHIN,
@@ -95,6 +96,8 @@ def advise(
     facts |= _price(workloads, settings, chosen, facts)
     facts |= _phases(workloads, settings, chosen)
     facts |= _evidence(workloads, total, settings, chosen, top_k)
+    facts["by_batch_size"] = by_batch_size(workloads, settings, chosen, top_k)
+    facts["expert_times"] = settings.times.told()
     return facts | _decide(facts, settings)
 
 

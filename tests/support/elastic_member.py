@@ -8,7 +8,7 @@ import numpy as np
 
 from evenroute.dist.membership.member import MemberCore
 from evenroute.dist.membership.rows import covers, rows_digest
-from evenroute.dist.membership.types import HaltedError, Outcome, columns_array
+from evenroute.dist.membership.types import HaltedError, Outcome, columns_array, joiners_of
 from evenroute.dist.protocol.agreement import Action, Commit, Discard, Open, Switch
 from evenroute.dist.protocol.job_start import StartedJob
 from evenroute.dist.protocol.rank import RankConfig, RankCore
@@ -96,10 +96,13 @@ class SimMember:
 
     # ------------------------------------------------------------------------------- forward thread
 
+    @property
+    def able(self) -> bool:
+        """Whether it may do something."""
+        return self.alive and not self.stopped and self.phase != "over"
+
     def actions(self) -> list[str]:
-        """What this process may do now."""
-        if not self.alive or self.stopped or self.phase == "over":
-            return []
+        """What this process may do now; at least one thing while it is able."""
         core, world = self.core, self.world
         if core.ended is not None:
             return ["end"]
@@ -118,10 +121,10 @@ class SimMember:
                 return [*found, "rejoin"]
             if world.formed_by_all(number):
                 found.append("formed")
-            if world.trouble(number, self):
+            if world.trouble(number):
                 found.append("fail")
             return found
-        if world.trouble(number, self):
+        if world.trouble(number):
             found.append("fail")
         if core.offered is not None and core.ready < core.offered.number:
             found.append("prepare")
@@ -211,7 +214,7 @@ class SimMember:
             self.tell(self.core.confirm(self.step - 1))
 
     def on_fail(self) -> None:
-        self.core.halt("a collective failed", self.world.missing(self.core.installed, self))
+        self.core.halt("a collective failed", self.world.missing(self.core.installed))
         self.in_step = False
         if self.core.record is None:
             self.phase = "wait"
@@ -228,7 +231,7 @@ class SimMember:
     def on_fill(self) -> None:
         record = self.core.offered
         assert record is not None
-        joined = [one for one in record.numbers if one not in self.world.numbers_of(record.prev)]
+        joined = [one.number for one in joiners_of(record)]
         self.weights = columns_array(record)[joined.index(self.core.me.number)].copy()
         self.form_run = record.run
         self.core.formed(record.number)

@@ -46,7 +46,8 @@ GROUPS = (
           ("tests/dist/wire/test_*.py", "tests/dist/test_client.py")),
     Group("transfer", ("dist/weights/transfer.py",), ("tests/dist/weights/test_transfer.py",)),
     Group("weights", ("dist/weights/*.py",), ("tests/dist/weights/test_*.py",), longest_s=20.0),
-    Group("store", ("eplb/store/*.py",), ("tests/eplb/store/test_*.py", "tests/tools/commands/test_inspect_store.py")),
+    Group("store", ("eplb/store/*.py",), ("tests/eplb/store/test_*.py", "tests/tools/commands/test_inspect_store.py",
+                                          "tests/tools/operator/test_backup.py")),
     Group("kernels", ("eplb/planner/kernels/*.py",), _PLANNER, interpreted=True, longest_s=5.0),
     Group("planner", ("eplb/planner/*.py", "eplb/planner/history/*.py"), _PLANNER, longest_s=20.0),
 )  # fmt: skip

@@ -2,7 +2,10 @@
 
 options             flags of router, migration and ep, without torch
 router              one routing launch, in parts and on worst inputs
-dispatch_cost       what each deal costs by batch size
+dispatch            how even each deal makes a batch, and the time of its longest rank
+dispatch_options    flags of dispatch and experts, without torch
+experts             what an expert touched and a token cost on this GPU
+parser              one bench's flags
 planner             real changes of workload, by policy
 planning            its parts
 transport           many simulated ranks against one rebalancer

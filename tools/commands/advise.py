@@ -31,6 +31,10 @@ HardwareName = Annotated[str | None, typer.Option(help="h20, h100, h200, b200, g
 Hidden = Annotated[int | None, typer.Option(min=1, help="Hidden size, for the size of an expert.")]
 Intermediate = Annotated[int | None, typer.Option(min=1, help="Experts' intermediate size.")]
 Model = Annotated[str | None, typer.Option(help="Model whose sizes to use: dsv3, qwen3, kimi-k2, kimi-k3.")]
+ExpertUs = Annotated[
+    float | None, typer.Option(help="Microseconds of an expert touched (default: an H200's roofline).")
+]
+TokenUs = Annotated[float | None, typer.Option(help="Of a token, where they take longer.")]
 TopK = Annotated[int | None, typer.Option(min=1, help="Experts a token, where the loads do not state it.")]
 Share = Annotated[float | None, typer.Option(min=0, max=1, help="Part of a step that experts take today.")]
 BatchTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of one step over all ranks.")]
@@ -55,6 +59,8 @@ def advise(
     batch_tokens: BatchTokens = None,
     replan_minutes: ReplanMinutes = None,
     min_gain: MinGain = 0.02,
+    expert_us: ExpertUs = None,
+    token_us: TokenUs = None,
     num_experts: NumExperts = None,
     layout: Layout = None,
     as_json: AsJson = False,
@@ -66,6 +72,7 @@ def advise(
     from evenroute.eplb.analysis.history import default_ep_size
     from evenroute.eplb.analysis.measures import HARDWARE, AdviceSettings
     from evenroute.eplb.loads.whole import require_whole
+    from evenroute.eplb.planner.classes.times import given_times
     from evenroute.tools.in_use import recorded_redundancy
     from evenroute.tools.inputs import expert_size, known_model, open_loads
 
@@ -101,6 +108,7 @@ def advise(
         batch_tokens=batch_tokens,
         replan_seconds=None if replan_minutes is None else 60.0 * replan_minutes,
         min_gain=min_gain,
+        times=given_times(expert_us, token_us),
     )
     workloads, recorded = gather(sources, settings.ep_size)
     before, now = _now(placement, sources, settings)

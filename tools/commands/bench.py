@@ -9,8 +9,8 @@ import typer
 
 from evenroute.tools.errors import fail
 
-BENCHES = ("router", "planner", "transport", "migration", "ep", "elastic")
-MODULES = {"ep": "ep.run"}  # where the module is not called as the bench
+BENCHES = ("router", "dispatch", "experts", "planner", "transport", "migration", "ep", "elastic")
+MODULES = {"ep": "ep.run", "dispatch": "dispatch.run"}  # where the module is not called as the bench
 FORWARDS = True  # flags, to the benchmark's own parser
 
 
@@ -18,7 +18,7 @@ def bench(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help=f"{', '.join(BENCHES)}; NAME --help for its flags.")] = "",
 ) -> None:
-    """Measure router, planner, transport, migration, all of EP, or ranks that come and go (NAME --help for flags)."""
+    """Measure router, deals, experts, planner, transport, migration, EP or ranks that come and go (NAME --help)."""
     if name in ("--help", "-h"):
         typer.echo(context.get_help())
         raise typer.Exit

@@ -174,12 +174,13 @@ def run(sources: Sequence[LoadSource], replays: Sequence[Replay]) -> list[Replay
     from rich.console import Console
     from rich.progress import Progress
 
+    from evenroute.tools.compiling import says_compiling
     from evenroute.tools.inputs import all_windows
 
     counts = [source.num_windows for source in sources]
     known = None if None in counts else sum(count or 0 for count in counts)
     number = 0
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with says_compiling(), Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"replaying {len(replays)} settings", total=known)
         for window in all_windows(sources):
             for one in replays:

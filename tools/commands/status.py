@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenroute.tools.options import Address
-from evenroute.tools.report.words import key_text, one_line
+from evenroute.tools.report.words import key_text, membership_text, one_line
 
 if TYPE_CHECKING:
     from evenroute.dist.wire.control import RankHealth, RebalancerStatus
@@ -43,19 +43,6 @@ def _share(value: float | None) -> str:
     return "no data" if value is None else f"{value:.4f}"
 
 
-def membership_lines(status: RebalancerStatus) -> list[str]:
-    """Of a job whose ranks come and go: its membership, in a line."""
-    view = status.membership
-    if not view.state:
-        return []
-    more = [f"{view.lost} lost" if view.lost else "", f"{view.joining} ask to join" if view.joining else ""]
-    more.append(f"{view.wanted} wanted" if view.wanted not in (None, len(view.members)) else "")
-    extra = "".join(f", {text}" for text in more if text)
-    return [
-        f"members    membership {view.number}, {view.state} for {view.since_s:.0f} s: {one_line(view.text)}{extra}"
-    ]
-
-
 def status_lines(status: RebalancerStatus) -> list[str]:
     """The status as lines of text."""
     heard = [rank for rank in status.ranks if rank.heard_s_ago is not None]
@@ -83,7 +70,7 @@ def status_lines(status: RebalancerStatus) -> list[str]:
         f"ranks      {len(heard)}/{status.ep_size} heard, {f'{silent} silent, ' if silent else ''}"
         f"{f'{ended} ended, ' if ended else ''}"
         f"the quietest {silence:.1f} s ago",
-        *membership_lines(status),
+        *([f"members    {members}"] if (members := membership_text(status.membership)) else []),
         f"version    newest {key_text(status.newest)}, in use {live}"
         + (" (shadow mode: no rank takes a placement up)" if any(rank.shadow for rank in heard) else ""),
         f"planner    {status.plans_succeeded} decisions, {errors} errors{f' ({failed})' if failed else ''}, "

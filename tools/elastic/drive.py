@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
+from rich.console import Console
+
+from evenroute.eplb.planner.warm_up import warm_up
 from evenroute.tools.elastic.events import EventReader
 from evenroute.tools.elastic.launcher import Child, Launcher, rank_command
 from evenroute.tools.run.folder import RunFolder
@@ -61,6 +63,8 @@ class ElasticRun:
 
     def __enter__(self) -> Self:
         try:
+            with Console(stderr=True).status("compiling the planner (once, then it comes from the cache)"):
+                warm_up()  # else the first plan of a short run waits for it
             self.rebalancer.wait_ready()
             arguments = ["--rebalancer", self.rebalancer.address, "--folder", str(self.folder), *self._flags]
             self.launcher = Launcher(
@@ -72,16 +76,14 @@ class ElasticRun:
             self.launcher.start(self.ranks)
             self.until(lambda: len(self.serving(1)) == self.ranks, 120.0, "the job's start")
             self.until(
-                lambda: self.status_field("membership").number == 1, 30.0, "the rebalancer to take the job up"
+                lambda: self.status_field("membership").number >= 1, 30.0, "the rebalancer to take the job up"
             )
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if hasattr(self, "launcher"):
             for child in self.launcher.living():
                 child.process.kill()
@@ -109,8 +111,17 @@ class ElasticRun:
             if ready():
                 return
             if time.monotonic() > deadline:
-                raise HangError(f"waited {limit_s:g} s for {what}; last events: {self.events[-6:]}")
+                said = self.log()[-30:]
+                lines = "\n".join(
+                    [f"waited {limit_s:g} s for {what}; last events: {self.events[-6:]}", *said]
+                )
+                raise HangError(lines)
             time.sleep(0.01)
+
+    def log(self) -> list[str]:
+        """Lines that the processes have said, with ``quiet``."""
+        path = self.folder / "log"
+        return path.read_text(errors="replace").splitlines() if path.exists() else []
 
     def serving(self, membership: int) -> list[dict[str, Any]]:
         """Who came to serve in a membership."""

@@ -10,6 +10,7 @@ from evenroute.tools.inputs import ExpertSize
 from evenroute.tools.report.text import console, count, number, pairs
 from evenroute.tools.report.words import one_line, plural, short
 
+BEST = {"even": "either", "by_size": "shares by batch size (a Router's default)", "without": "no redundancy"}
 STYLES = {"recommend": "bold green", "not now": "bold yellow", "not enough evidence": "bold magenta"}
 
 
@@ -76,7 +77,25 @@ def _lines(facts: dict[str, Any], size: ExpertSize) -> list[tuple[str, str]]:
                 f"{number(facts['batch_balancedness_after'])}",
             )
         )
+    lines += _by_batch_size(facts)
     return lines + _price(facts, size) + [("window", _window(facts))] + _phases(facts)
+
+
+def _by_batch_size(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """A line a batch size: what redundancy costs or gives there, and by which deal."""
+    redundant = facts["num_redundant_experts"]
+    lines = [("by batch size", f"expected us a layer on the longest rank; {facts['expert_times']}")]
+    for row in facts["by_batch_size"]:
+        without, even, by_size = row["without_us"], row["even_us"], row["by_size_us"]
+        text = f"{without:.0f} without redundancy; with {redundant}: {_change(even / without)} dealt evenly "
+        text += f"({even:.0f}), {_change(by_size / without)} with shares by batch size ({by_size:.0f})"
+        lines.append((f"  {row['tokens']} tokens a rank", f"{text}: take {BEST[row['best']]}"))
+    return lines
+
+
+def _change(part: float) -> str:
+    change = round(100 * (part - 1))
+    return f"costs {change} %" if change > 0 else f"gives {-change} %" if change < 0 else "changes nothing"
 
 
 def _both(facts: dict[str, Any], when: str) -> str:

@@ -26,7 +26,7 @@ from evenroute.tools.report.top_tables import (
     side_by_side,
     sorted_layers,
 )
-from evenroute.tools.report.words import key_text, one_line
+from evenroute.tools.report.words import key_text, membership_text, one_line
 
 HISTORY = 240
 DECISIONS = 8
@@ -44,7 +44,7 @@ class Screen:
         self.decisions: deque[tuple[float, str]] = deque(maxlen=DECISIONS)
         self._last: RebalancerStatus | None = None
         self._last_at = 0.0
-        self._rates: dict[str, float] = {}
+        self._rate = 0.0  # windows stored a second
         self.unreachable: str | None = None
         self.layer: int | None = None  # shown by itself
         self.detail: LayerLoads | None = None
@@ -58,9 +58,8 @@ class Screen:
             for text in changes(self._last, status):
                 self.decisions.append((now, text))
             passed = max(now - self._last_at, 1e-3)
-            for name in ("windows_stored",):
-                grown = status.counters.get(name, 0) - self._last.counters.get(name, 0)
-                self._rates[name] = max(grown, 0) / passed
+            stored = status.counters.get("windows_stored", 0)
+            self._rate = max(stored - self._last.counters.get("windows_stored", 0), 0) / passed
         self._last, self._last_at = status, now
         self.balance.append(status.balancedness_total)
 
@@ -190,6 +189,8 @@ class Screen:
             f"{one_line(status.model) or 'unnamed'}: {status.num_layers} layers x "
             f"{status.num_logical_experts} experts, {status.num_slots} slots on {status.ep_size} ranks",
         )
+        if status.membership.state:
+            grid.add_row("members", membership_text(status.membership))
         grid.add_row("version", f"newest {key_text(status.newest)}, in use {live}")
         if not short or len({rank.held for rank in status.ranks}) > 1:
             grid.add_row("held", held_versions(status.ranks))
@@ -200,7 +201,7 @@ class Screen:
             grid.add_row("worth", one_line(status.worth))
         grid.add_row(
             "windows",
-            f"{status.counters.get('windows_stored', 0):,} stored ({self._rates.get('windows_stored', 0.0):.1f}/s), "
+            f"{status.counters.get('windows_stored', 0):,} stored ({self._rate:.1f}/s), "
             f"lag {status.lag_s:.3f} s, quietest rank {silence:.1f} s" + recording_text(status),
         )
         grid.add_row(
@@ -248,7 +249,9 @@ def changes(before: RebalancerStatus, after: RebalancerStatus) -> list[str]:
     found = []
     if after.epoch != before.epoch:
         found.append(f"the rebalancer began a new life, epoch {after.epoch:x}")
-    if after.run != before.run:
+    if after.membership.number != before.membership.number:
+        found.append(membership_text(after.membership))
+    elif after.run != before.run:
         found.append(f"another run of the job: {after.run:x}")
     if after.newest > before.newest:
         predicted = number(after.balancedness_predicted)

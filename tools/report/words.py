@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import codecs
 import sys
+from typing import TYPE_CHECKING
 
 from evenroute.eplb._io import escaped, visible
 
-__all__ = ["key_text", "one_line", "plain_streams", "plural", "short", "visible"]
+if TYPE_CHECKING:
+    from evenroute.dist.wire.membership import MembershipView
+
+__all__ = ["key_text", "membership_text", "one_line", "plain_streams", "plural", "short", "visible"]
 
 # One character for one, so that columns stay in their places.
 _PLAIN = dict(zip("▁▂▃▄▅▆▇█", "_.:-=+*#", strict=True))
@@ -24,6 +28,18 @@ def key_text(key: tuple[int, int] | None) -> str:
 def one_line(text: str) -> str:
     """As `visible`, without stray spaces; line breaks become spaces."""
     return visible(" ".join(text.split()))
+
+
+def membership_text(view: MembershipView) -> str:
+    """Of a job whose ranks come and go: who is in it, who comes, who was lost; "" for other jobs."""
+    if not view.state:
+        return ""
+    more = [f"{view.lost} lost" if view.lost else "", f"{view.joining} ask to join" if view.joining else ""]
+    more.append(f"{view.wanted} wanted" if view.wanted not in (None, len(view.members)) else "")
+    ranks = plural(len(view.members), "rank")
+    told = "" if view.text == ranks else f"{one_line(view.text)}, "
+    extra = "".join(f", {text}" for text in more if text)
+    return f"membership {view.number}, {view.state} for {view.since_s:.0f} s: {told}{ranks}{extra}"
 
 
 def plain_streams() -> None:

@@ -239,6 +239,11 @@ def parse_options(argv: list[str], *, ep_size: int) -> StressOptions:
 
     Raises ValueError (one line: flag, found, expected); unknown flags end the process with status 2.
     """
+    for word in argv:
+        if word.partition("=")[0] in ("--kill-rank", "--join", "--leave"):
+            raise ValueError(
+                f"{word}: ranks of a stress run stay; expected `evenroute bench elastic {word} ...`"
+            )
     args = build_parser().parse_args(argv)
     for name, value, least, most in (
         ("steps", args.steps, 1, 10**9),

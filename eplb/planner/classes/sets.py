@@ -88,7 +88,7 @@ def class_times(
     for size in placement.classes.sizes() if busy.any() else []:
         each = (
             longest_rank(placement, loads, top_k, size, times, one)[busy].mean()
-            for one in (_taken(placement, size), even_shares(placement.physical_to_logical))
+            for one in (shares_for(placement, size), even_shares(placement.physical_to_logical))
         )
         found.append((size, *map(float, each)))
     return found  # type: ignore[return-value]
@@ -98,13 +98,15 @@ def sets_gain(before: Placement, after: Placement, loads: Floats, top_k: int, ti
     """Part of the longest rank's time that other sets save, mean over layers with load; the largest of any class."""
     busy, gains = loads.any(axis=1), [0.0]
     for size in default_class_rows(before.num_logical_experts, top_k, before.topology.ep_size):
-        each = (longest_rank(one, loads, top_k, size, times, _taken(one, size)) for one in (before, after))
+        each = (
+            longest_rank(one, loads, top_k, size, times, shares_for(one, size)) for one in (before, after)
+        )
         old, new = (float(found[busy].sum()) for found in each)
         gains.append(1 - new / old if old > 0 else 0.0)
     return max(gains)
 
 
-def _taken(placement: Placement, tokens: int) -> NDArray[np.uint16]:
+def shares_for(placement: Placement, tokens: int) -> NDArray[np.uint16]:
     """The shares ``[L, P]`` that batches of so many tokens a rank are dealt by."""
     shares = placement.all_shares()
     if placement.classes is not None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenroute.eplb._checks import describe, is_number, require_choice
+from evenroute.eplb._checks import as_path, describe, is_number, require_choice
+from evenroute.eplb._io import read_input
 
+TIMES_FORMAT = "evenroute-expert-times"
 SOURCES = ("roofline", "given", "measured")
 
 
@@ -58,6 +62,14 @@ class ExpertTimes:
         return f"{self.expert_us:.3g} us an expert touched, {self.token_us:.3g} us a token ({self.source})"
 
 
+class _TimesFile(msgspec.Struct):
+    """What this needs of a file that `evenroute bench experts` wrote."""
+
+    format: str
+    expert_us: float
+    token_us: float
+
+
 def given_times(expert_us: float | None, token_us: float | None) -> ExpertTimes:
     """Times as given, both or none: then the default. ValueError for one alone."""
     if expert_us is None and token_us is None:
@@ -66,3 +78,17 @@ def given_times(expert_us: float | None, token_us: float | None) -> ExpertTimes:
         missing = "expert_us" if expert_us is None else "token_us"
         raise ValueError(f"{missing} is missing: an expert's and a token's time go together")
     return ExpertTimes(expert_us, token_us, "given")
+
+
+def read_times(path: str | PathLike[str]) -> ExpertTimes:
+    """Times that `evenroute bench experts` wrote. OSError, or ValueError that names file and field."""
+    try:
+        found = msgspec.json.decode(read_input(as_path("experts", path)), type=_TimesFile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a file of expert times: {error}") from None
+    if found.format != TIMES_FORMAT:
+        raise ValueError(f"{path}: format is {found.format!r}, expected {TIMES_FORMAT!r}")
+    try:
+        return ExpertTimes(found.expert_us, found.token_us, "measured")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

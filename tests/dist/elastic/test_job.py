@@ -13,11 +13,15 @@ from evenroute.dist.membership.ledger import MEMBERSHIP_EVENT
 from evenroute.dist.wire.membership import record_from_text
 from evenroute.eplb.store.reader import StoreReader
 from evenroute.tools.elastic.drive import ElasticRun
+from support.control_plane import patience
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KILL_S, STOP_S = 2.0, 5.0
-"""From a kill (a stop) to correct outputs on every survivor, with a collective's limit of 2 s and a silence of 1 s."""
+"""From a kill (a stop) to correct outputs on every survivor, with a collective's limit of 2 s and a silence of 1 s, on
+a host with cores to spare; `patience` stretches them elsewhere."""
+HANGS_S = 60.0
+"""What takes so long hangs."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,16 +59,16 @@ def test_a_kill_of_each_rank_then_of_two_one_after_the_other() -> None:
             member = next(event["member"] for event in run.serving(number) if event["rank"] == place)
             victim = run.members()[member]
             at = run.kill(victim)
-            assert run.recovered([victim], at, 20.0).seconds < KILL_S
+            assert run.recovered([victim], at, HANGS_S).seconds < KILL_S * patience()
             run.launcher.join()
             run.grown(4, time.monotonic(), 60.0)
         for left in (3, 2):
             run.go_on(5)
             victim = random.Random(left).choice(list(run.members().values()))
             at = run.kill(victim)
-            back = run.recovered([victim], at, 20.0)
+            back = run.recovered([victim], at, HANGS_S)
             assert back.ranks == left
-            assert back.seconds < KILL_S
+            assert back.seconds < KILL_S * patience()
         run.go_on(30)
         check_ends(run, living=2)
 
@@ -79,7 +83,7 @@ def test_a_death_in_the_middle_of_a_step_of_a_migration_and_between_vote_and_com
         victim = run.members()[2]
         run.until(lambda: victim.process.poll() is not None, 60.0, f"a death in {place}")
         at = time.monotonic()
-        assert run.recovered([victim], at - 0.1, 20.0).seconds < KILL_S
+        assert run.recovered([victim], at - 0.1, HANGS_S).seconds < KILL_S * patience()
         run.go_on(40)
         check_ends(run, living=3)
 
@@ -89,12 +93,12 @@ def test_a_stop_and_a_late_ghost() -> None:
         run.go_on(20)
         victim = run.members()[1]
         at = run.kill(victim, signal.SIGSTOP)
-        assert run.recovered([victim], at, 20.0).seconds < STOP_S
+        assert run.recovered([victim], at, HANGS_S).seconds < STOP_S * patience()
         run.until(lambda: time.monotonic() > at + 60.0, 90.0, "a minute")
         steps = run.last_step()
         os.kill(victim.pid, signal.SIGCONT)
         assert victim.process.wait(10.0) == 3
-        lines = [line for line in (run.folder / "log").read_text().splitlines() if "evenroute: " in line]
+        lines = [line for line in run.log() if "evenroute: " in line]
         assert len(lines) == 1
         assert "is not in membership 2" in lines[0]
         run.until(lambda: run.last_step() > steps + 20, 30.0, "the others to go on")
@@ -115,7 +119,7 @@ def test_two_four_three_five_ranks_under_traffic() -> None:
                 run.until(lambda: len(run.serving(run.newest()[0])) == run.newest()[1], 30.0, "all to serve")
             longest = max(longest, *(event["paused"] for event in run.serving(run.newest()[0])))
         print(f"longest pause {longest:.2f} s")
-        assert longest < 2.0
+        assert longest < KILL_S * patience()
         assert not [event for event in run.events if event["kind"] == "not-done"], (
             "announced: nothing is repeated"
         )
@@ -140,11 +144,11 @@ def test_fifty_random_kills() -> None:
             time.sleep(rng.uniform(0.0, 0.3))
             victim = rng.choice(list(run.members().values()))
             at = run.kill(victim)
-            back = run.recovered([victim], at, 20.0)
+            back = run.recovered([victim], at, HANGS_S)
             slowest = max(slowest, back.seconds)
             run.launcher.join()
             run.grown(back.ranks + 1, time.monotonic(), 60.0)
         print(f"slowest of 50: {slowest:.2f} s")
-        assert slowest < KILL_S
+        assert slowest < KILL_S * patience()
         run.go_on(20)
         check_ends(run, living=4)

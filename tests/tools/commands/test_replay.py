@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evenroute.eplb.store.writer import HistoryStore, JobRow, RankWindowRow
 from support.command import assert_one_line_error, evenroute, evenroute_without
 from support.foreign_files import random_counts, trtllm_statistics
 
@@ -34,6 +35,22 @@ class TestReplay:
         text = evenroute("replay", loads, "--ep-size", "4", "--redundant", "0,8").out
         assert "Worth it:" in text
         assert "8 windows" in text
+
+    def test_a_store_of_a_job_whose_ranks_came_and_went(self, tmp_path: Path) -> None:
+        path, counts = tmp_path / "run.db", random_counts(16, 3, 16)
+        with HistoryStore(path) as store:
+            store.begin_epoch(5, pid=1, now=0.0)
+            for run, ranks in enumerate((4, 3, 5, 4), start=1):  # a run for each membership
+                store.set_job(
+                    run, JobRow("", "", 3, 16, 6 * ranks, ranks, 1, 2, False), epoch=5, now=float(run)
+                )
+                for seq in range(1, 5):
+                    window = counts[4 * run + seq - 5].astype(np.int64)
+                    row = RankWindowRow(run, 0, seq, 10 * seq, 10 * seq + 9, 40, window)
+                    store.add_windows([row], epoch=5, now=run + seq / 10)
+        facts = evenroute("replay", path, "--ep-size", 4, "--policy", "rebalancer", "--json").json
+        assert facts["num_windows"] == 16, "the windows of every membership"
+        assert facts["runs"][0]["moves"] > 0
 
     def test_repeats_byte_for_byte(self, loads: Path) -> None:
         call = ("replay", loads, "--ep-size", "4", "--json")

@@ -21,6 +21,7 @@ import pytest
 from rich.console import Console
 
 from evenroute.dist.wire.control import ExpertLoad, LayerLoads, RebalancerStatus
+from evenroute.dist.wire.membership import MembershipView
 from evenroute.tools.report.keys import names_of
 from evenroute.tools.report.top import Screen, changes
 from support.command import assert_one_line_error, evenroute, evenroute_without
@@ -44,6 +45,18 @@ def with_rank(base: RebalancerStatus, number: int, **changes: object) -> Rebalan
 
 
 class TestScreen:
+    def test_the_ranks_of_a_job_whose_ranks_come_and_go(self) -> None:
+        assert "members" not in shown(status())
+        seen = MembershipView("serving", 4, [0, 2, 5], 4, 1, 2, 1, 8.0, "3 ranks")
+        before = msgspec.structs.replace(status(), membership=seen)
+        assert "membership 4, serving for 8 s: 3 ranks, 2 lost, 1 ask to join, 4 wanted" in shown(before)
+        leaves = "membership 5: member 2 leave"
+        after = msgspec.structs.replace(seen, state="changing", number=5, members=[0, 5], text=leaves)
+        text = shown(before, msgspec.structs.replace(before, membership=after))
+        assert (
+            text.count(f"membership 5, changing for 8 s: {leaves}, 2 ranks") == 2
+        )  # a line, and what changed
+
     def test_what_matters_is_on_it(self) -> None:
         text = shown(status())
         for words in (

@@ -68,6 +68,13 @@ def stress(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--rebalancer", "ipc:///tmp/r.sock", "--store", "x.db"], 2, "--store"),
         (["--report", "/no/such/folder/r.json"], 2, "folder /no/such/folder does not exist"),
         (["--record-dir", "/no/such/folder"], 2, "--record-dir: /no/such/folder: not there"),
+        (
+            ["--kill-rank", "1@20"],
+            2,
+            "--kill-rank: ranks of a stress run stay; expected `evenroute bench elastic",
+        ),
+        (["--join=20"], 2, "`evenroute bench elastic --join=20 ...`"),
+        (["--leave", "1@20"], 2, "--leave: ranks of a stress run stay"),
     ],
 )
 def test_impossible_settings_name_field_found_and_expected(

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from evenroute.tools.bench.dispatch_cost import deal_costs, least_rows
+from evenroute.tools.bench.dispatch.cost import deal_costs, least_rows
 
 
 def test_every_deal_has_a_cost() -> None:
