@@ -99,12 +99,12 @@ class RebalancerSettings:
     ready_file: str = ""  # JSON with the bound addresses and the pid, written once it serves
     log_level: Annotated[str, _one_of("debug", "info", "warning", "error")] = "info"
     log_format: Annotated[str, _one_of("text", "json")] = "text"
-    keep_windows_s: LongSeconds = 3600.0  # fleet-wide windows stay single for so long, then ...
+    keep_windows_s: LongSeconds = 3600.0  # fleet-wide windows stay single for this long, then ...
     roll_up_s: LongSeconds = 3600.0  # ... they are summed in spans of this length
     max_message_bytes: Annotated[int, _range(65536, 2**30)] = 8 * 1024 * 1024  # kimi-k3's window: 0.7 MB
-    max_rank_silence_s: Seconds = 10.0  # a rank not heard for so long is reported missing
+    max_rank_silence_s: Seconds = 10.0  # a rank not heard for this long is reported missing
     version_limit_s: Seconds = 30.0  # first time-out of a version that is not taken up; doubles
-    listen_s: Seconds = 10.0  # at start: ranks of a known run are waited for so long
+    listen_s: Seconds = 10.0  # at start: how long to wait for ranks of a known run
     member_silence_s: Seconds = 1.0  # after a rank halted: one that says nothing for so long is dead
 
     def __post_init__(self) -> None:
@@ -191,7 +191,7 @@ class SecuritySettings:
 class AgentConfig:
     """One rank's agent. The values must be equal on all ranks. Times in seconds.
 
-    `rebalancer` "" = no rebalancer: the start placement stays. `window_steps`: counts are taken every so many steps.
+    `rebalancer` "" = no rebalancer: the start placement stays. `window_steps`: steps between two takes of the counts.
     `top_k`: routed experts a token (counts are checked against it). `shared_counts`: `tokens="shared"`, rank 0 reports.
     `mode`: "balance", or "shadow": count and plan, and change nothing; the job keeps its own placement.
     `record_dir`: where this rank writes recordings of passes (`evenroute record start ADDR --mode per_token`).
@@ -207,10 +207,10 @@ class AgentConfig:
     agree_every: Steps = 4
     heartbeat_s: Seconds = 1.0
     resend_s: Seconds = 1.0
-    silence_limit_s: Seconds = 5.0  # a rebalancer that acknowledges nothing for so long is connected to anew
+    silence_limit_s: Seconds = 5.0  # a rebalancer that acknowledges nothing for this long is reconnected to
     start_limit_s: Seconds = 10.0
     require_rebalancer: bool = False
-    vote_limit_s: Seconds = 60.0  # a rank that does not post its vote for so long ends the job
+    vote_limit_s: Seconds = 60.0  # a rank that does not post its vote for this long ends the job
     close_limit_s: Seconds = 3.0
     record_dir: str = ""  # an existing folder; "" = recordings of passes are refused
     record_buffer_bytes: Bytes = 64 * 1024 * 1024  # host memory of a recording (pinned beside a GPU)
@@ -340,8 +340,3 @@ def load_config(
         expected = f"less than rebalancer.max_rank_silence_s ({limit_s:g})"
         _require("agent", "heartbeat_s", agent.heartbeat_s, often, expected)
     return RebalancerConfig(**sections)
-
-
-def load_agent_config(path: str | PathLike[str]) -> AgentConfig:
-    """The [agent] table of a settings file."""
-    return build_section(AgentConfig, read_toml(path).get("agent", {}), where=f"config {path}: agent")

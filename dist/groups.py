@@ -198,7 +198,7 @@ def _difference(found: Sequence[Mapping[str, str]]) -> str:
 
 
 class RollCall:
-    """Finds out after a failed collective which ranks are missing: those that are there sign in the job's store.
+    """Finds out after a failed collective which ranks are missing: the others sign in the job's store.
 
     Used on failure only. The store may be gone together with the rank that hosted it.
     """

@@ -126,7 +126,7 @@ def _available_bytes() -> int | None:
 
 
 def visible(text: str) -> str:
-    """Text that somebody else chose (names of files, models, hosts) as it may be printed.
+    """Text from outside (names of files, models, hosts), made safe to print.
 
     Characters that move the cursor, break the line or turn its direction are escaped, bytes of a file's name that
     are no UTF-8 too.

@@ -180,10 +180,7 @@ class _Compiled:
         self.seed = router.plan.seed
         self.counts = router.counters.counts
         self.tickets = router.counters.tickets
-        config = router.config
-        self.top_k, self.num_shared = config.top_k, config.num_shared_experts
-        self.num_buckets = router.plan.num_buckets
-        self.factor, self.applied = config.routed_scaling_factor, config.apply_routed_scaling_factor
+        self.facts = router.plan.output_facts
 
     def _run(
         self,
@@ -207,21 +204,9 @@ class _Compiled:
         return self._output(operator(*given, *switches, *mine, layer, row_offset, count, route_padding))
 
     def _output(self, outputs: Outputs) -> RoutingOutput:
-        weights, physical_ids, logical_ids, local_ids, packed_ids, histogram = outputs
-        return RoutingOutput(
-            weights=weights,
-            physical_ids=physical_ids,
-            logical_ids=logical_ids if "logical_ids" in self.emit else None,
-            local_ids=local_ids if "local_ids" in self.emit else None,
-            packed_ids=packed_ids if "packed_ids" in self.emit else None,
-            slot_histogram=histogram if "slot_histogram" in self.emit else None,
-            top_k=self.top_k,
-            num_shared=self.num_shared,
-            routed_scaling_factor=self.factor,
-            scaling_applied=self.applied,
-            num_buckets=self.num_buckets,
-            emitted=self.emit,
-        )
+        weights, physical_ids, *rest = outputs
+        kept = [one if name in self.emit else None for name, one in zip(OUTPUT_NAMES[2:], rest, strict=True)]
+        return RoutingOutput(weights, physical_ids, *kept, *self.facts)  # type: ignore[arg-type, call-arg]
 
 
 class CompiledRouter(_Compiled):

@@ -1,4 +1,4 @@
-"""The placement that a history says was in use: what `advise`, `replay` and `plan` compare with, and say so."""
+"""The placement that a history says was in use: what `advise`, `replay` and `plan` compare with."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def _at_the_beginning(source: LoadSource) -> list[PlacementEvent]:
 
 
 def recorded_redundancy(source: LoadSource, ep_size: int) -> int | None:
-    """Slots beyond one an expert that the source states for so many ranks; None where it does not."""
+    """Slots beyond one an expert that the source states for this many ranks; None where it does not."""
     if source.num_slots is None or source.ep_size != ep_size:
         return None
     return source.num_slots - source.num_logical_experts
 
 
 def measured_costs(source: LoadSource, ep_size: int) -> TimeCosts:
-    """What a store's ranks measured of moves and steps, where it is of so many ranks; else the defaults."""
+    """What a store's ranks measured of moves and steps, if it is of a job of this many ranks; else the defaults."""
     if source.measured and source.ep_size == ep_size:
         with suppress(ValueError, TypeError, AttributeError):
             return MeasuredCosts(source.measured).costs(TimeCosts(), ep_size)

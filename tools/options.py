@@ -21,6 +21,13 @@ Layout = Annotated[
         "or ranks,layers,experts (summed).",
     ),
 ]
+Unfinished = Annotated[
+    bool,
+    typer.Option(
+        "--unfinished",
+        help="Also read dumps that a killed rank never finished, up to their last whole record.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else.")]
 WeightBytes = Annotated[float, typer.Option(help="Bytes a weight (fp8 1, bf16 2).")]
 ExpertBytes = Annotated[int | None, typer.Option(min=1, help="Bytes of one expert in one layer.")]

@@ -105,7 +105,7 @@ class SglangRecorder:
         )
 
     def record(self, seconds: float) -> list[Path]:
-        """Record for so long and dump; a recording is stopped whatever happens."""
+        """Record for this long and dump; the recording is stopped even if something fails."""
         self.start()
         try:
             time.sleep(seconds)

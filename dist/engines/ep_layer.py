@@ -223,7 +223,7 @@ def _check_call(experts: ExpertCompute, hidden: Tensor, routing: Routing) -> Non
 
 
 def _repeat_rows(hidden: Tensor, times: int) -> Tensor:
-    """``[T, H]`` -> ``[T * times, H]``, each row so often."""
+    """``[T, H]`` -> ``[T * times, H]``, each row ``times`` times."""
     return hidden[:, None].expand(-1, times, -1).reshape(-1, hidden.shape[1])
 
 

@@ -133,7 +133,7 @@ def _build(values: dict[str, Any]) -> PluginSettings:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Settings among the variables; one that nearly has a setting's name is refused, others are somebody else's."""
+    """Settings among the variables; one that nearly has a setting's name is refused, others are ignored."""
     known = known_settings()
     found: dict[str, Any] = {}
     if environ.get("EVENROUTE_MEMBER"):

@@ -49,7 +49,7 @@ def text_digest(text: str) -> str:
 
 
 def find_seam(source: str, tree: ast.Module, name: str) -> Found | None:
-    """The function or class ``name`` of a parsed file; None where there is none."""
+    """The function or class ``name`` of a parsed file; None if it has none of that name."""
     body: list[ast.stmt] = tree.body
     node: ast.stmt | None = None
     for part in name.split("."):

@@ -9,7 +9,7 @@
 A block is a module with two children: `gate`, which is called with hidden states and returns (logits [T, E],
 weights [T, K], ids [T, K]), and `experts`, which is called with (hidden [T, H], ids, weights) and holds
 `gate_up_proj [E, 2 I, H]` and `down_proj [E, H, I]` (SwiGLU). That is how transformers 5 writes its MoE models, and
-what an engine of one's own can follow. Whatever else is in the block (shared experts, their gate) stays as it is.
+what an engine of one's own can follow. Whatever else is in the block (shared experts, their gate) is not touched.
 
 Before anything is replaced, every gate is asked the same random question as the router that will replace it; another
 answer is refused, with the layer and the difference: a wrong scoring, renormalisation or scaling can't go unnoticed.
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -179,7 +178,7 @@ class AdaptedModel:
         self.agent, self.router, self.mover, self.blocks = agent, router, mover, list(blocks)
 
     def step(self, num_tokens: int | None = None, *, count: bool = True) -> StepResult:
-        """A boundary, on every rank equally often; with ``num_tokens`` a pass of so many rows too: `RankAgent.step`."""
+        """A boundary, on every rank equally often; with ``num_tokens`` also a pass: `RankAgent.step`."""
         return self.agent.step(num_tokens, count=count)
 
     def begin_pass(self, num_tokens: int, *, count: bool = True) -> None:
@@ -201,9 +200,7 @@ class AdaptedModel:
     def __enter__(self) -> AdaptedModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

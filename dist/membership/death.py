@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from evenroute.dist.membership.ledger import Ledger
 from evenroute.dist.wire.membership import CaughtVote, Member, MemberReport, MembershipRecord, nodes_of
 from evenroute.dist.wire.messages import JobShape, Key
@@ -85,14 +87,5 @@ def too_few(top: MembershipRecord, ranks: int) -> str:
 
 def shape_of(record: MembershipRecord, members: tuple[Member, ...]) -> JobShape:
     """The job's shape with these members: as many slots a rank as before."""
-    old = record.shape
-    return JobShape(
-        num_layers=old.num_layers,
-        num_logical_experts=old.num_logical_experts,
-        num_slots=record.num_local_slots * len(members),
-        ep_size=len(members),
-        num_nodes=nodes_of(members),
-        top_k=old.top_k,
-        shared_counts=old.shared_counts,
-        model=old.model,
-    )
+    slots, ranks = record.num_local_slots * len(members), len(members)
+    return msgspec.structs.replace(record.shape, num_slots=slots, ep_size=ranks, num_nodes=nodes_of(members))

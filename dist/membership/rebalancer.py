@@ -11,12 +11,13 @@ from collections.abc import Iterable, Sequence
 
 from evenroute.dist.membership.ledger import Ledger
 from evenroute.dist.protocol.rebalancer import RebalancerCore
-from evenroute.dist.protocol.store import RankWindowRow, job_row
+from evenroute.dist.protocol.receipt import window_row
+from evenroute.dist.protocol.store import job_row
 from evenroute.dist.protocol.types import Outgoing, Peer, Phase
 from evenroute.dist.protocol.view import RunView
 from evenroute.dist.wire.membership import MembershipRecord
 from evenroute.dist.wire.messages import Ack, Key, MessageError, RankStatus, RankWindow, Refusal
-from evenroute.dist.wire.received import check_window, window_counts
+from evenroute.dist.wire.received import check_window
 
 _VIEWS_KEPT = 8
 
@@ -135,15 +136,7 @@ class ElasticRebalancerCore(RebalancerCore):
         if not self._speaks_for(peer, window, number):
             self.counters.windows_ignored += 1
             return []
-        row = RankWindowRow(
-            run=window.run,
-            rank=window.rank,
-            seq=window.seq,
-            first_step=window.first_step,
-            last_step=window.last_step,
-            tokens=window.tokens,
-            counts=window_counts(window, record.shape),
-        )
+        row = window_row(window, record.shape)
         about = {"epoch": self.epoch, "now": self._stamp()}
         self._store.set_job(window.run, job_row(record.shape), **about)  # type: ignore[arg-type]
         (receipt,) = self._store.add_windows(

@@ -6,6 +6,7 @@ from evenroute.dist.protocol.types import PlacementInfo, Timeouts
 from evenroute.dist.wire.messages import NO_KEY, JobShape, Key, PlacementMessage, WirePlacement
 from evenroute.dist.wire.placement import pack_placement
 from evenroute.eplb.placement.placement import Placement
+from evenroute.eplb.store.schema import PublishedPlacement
 
 
 class Publication:
@@ -40,17 +41,7 @@ class Publication:
         self, placement: Placement, info: PlacementInfo, epoch: int, run: int, stamp: float, now: float
     ) -> PlacementMessage:
         """Keep the next version, then return its message. Raises StoreError and StaleEpochError: nothing changed."""
-        self._store.add_placement(
-            placement,
-            epoch=epoch,
-            version=self.version + 1,
-            now=stamp,
-            moves=info.moves,
-            policy=info.policy,
-            reason=info.reason,
-            balancedness_before=info.balancedness_before,
-            balancedness_predicted=info.balancedness_predicted,
-        )
+        self._store.add_placement(PublishedPlacement(stamp, epoch, self.version + 1, placement, **vars(info)))
         self.version += 1
         self.at = now
         self._set_newest(Version.of((epoch, self.version), placement))

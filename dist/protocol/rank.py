@@ -16,7 +16,7 @@ import secrets
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,7 @@ from evenroute.eplb.placement.placement import Placement
 class RankConfig:
     """``agree_every`` and ``num_buffers`` must be equal on all ranks (the first vote ends the job otherwise).
 
-    ``heartbeat_s``: a status at least so often; ``resend_s``: the window in flight again after so long.
+    ``heartbeat_s``: a status at least this often; ``resend_s``: after this long the window in flight is sent again.
     ``shadow``: placements are received and never voted for, so that nothing switches.
     """
 
@@ -78,16 +78,6 @@ def prepare_placement(message: PlacementMessage, job: JobShape) -> PreparedPlace
     return PreparedPlacement(message, version, None)
 
 
-@dataclass
-class RankCounters:
-    """What the rank saw; for logs and metrics."""
-
-    dropped_run: int = 0
-    dropped_epoch: int = 0
-    refusals: list[str] = field(default_factory=list)  # of both sides: the last ten, one line each
-    refused_by_rebalancer: list[str] = field(default_factory=list)  # its last ten reasons
-
-
 class RankCore:
     """One rank in one run of a job. ``prepare_with`` is `prepare_placement` (tests give a cached one)."""
 
@@ -114,7 +104,8 @@ class RankCore:
         self.refused: Key = NO_KEY
         self.token = 0
         self.identity = secrets.randbits(62) if identity is None else identity
-        self.counters = RankCounters()
+        self.refusals: list[str] = []  # of both sides: the last ten, one line each
+        self._refused_by_rebalancer: list[str] = []  # its last ten reasons
         self.state = AgreedState(
             start,
             num_buffers=config.num_buffers,
@@ -154,10 +145,8 @@ class RankCore:
             )  # nothing of the protocol depends on it: also of a rebalancer that is fenced
             return self.tick(now)
         if plain.run != self.run and not self.stream.waits_for(plain):
-            self.counters.dropped_run += 1
             return []
         if not self._pass_fence(plain):
-            self.counters.dropped_epoch += 1
             return []
         match plain:
             case PlacementMessage():
@@ -187,14 +176,13 @@ class RankCore:
 
     def _note_refusal(self, message: Refusal) -> None:
         """Once for each reason, whatever is sent again."""
-        known = self.counters.refused_by_rebalancer
-        if message.reason not in known:
-            self.counters.refused_by_rebalancer = [*known[-9:], message.reason]
+        if message.reason not in self._refused_by_rebalancer:
+            self._refused_by_rebalancer = [*self._refused_by_rebalancer[-9:], message.reason]
             text = f"the rebalancer refused {message.what or 'a message'} {message.number or ''}".rstrip()
             self._note(f"{text}: {message.reason}")
 
     def _note(self, text: str) -> None:
-        self.counters.refusals = [*self.counters.refusals[-9:], text]
+        self.refusals = [*self.refusals[-9:], text]
         self.notices.append(text)
 
     def _receive_placement(self, message: PlacementMessage | PreparedPlacement) -> None:

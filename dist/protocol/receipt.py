@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TypedDict
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -165,7 +166,7 @@ class WindowReceipt:
                 self._flag(view, window, f"stored with {text}")
             else:
                 view.ranks[window.rank].trouble = ""
-            batch.append(_record(window, view.job))
+            batch.append(window_row(window, view.job))
             senders.append(peer)
         if not batch:
             return answers
@@ -238,13 +239,6 @@ class WindowReceipt:
         self.loads.add(receipt)
 
 
-def _record(window: RankWindow, job: JobShape) -> RankWindowRow:
-    return RankWindowRow(
-        run=window.run,
-        rank=window.rank,
-        seq=window.seq,
-        first_step=window.first_step,
-        last_step=window.last_step,
-        tokens=window.tokens,
-        counts=window_counts(window, job),
-    )
+def window_row(window: RankWindow, job: JobShape) -> RankWindowRow:
+    """A checked window as the store keeps it."""
+    return RankWindowRow(**{**msgspec.structs.asdict(window), "counts": window_counts(window, job)})

@@ -7,11 +7,10 @@ and `StoreError` when they can't be done (disk full): then nothing of them is ke
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+import msgspec
 
 from evenroute.dist.wire.messages import JobShape
-from evenroute.eplb.placement.placement import Placement, PlacementRow
+from evenroute.eplb.placement.placement import PlacementRow
 from evenroute.eplb.store.schema import (
     JobRow,
     PublishedPlacement,
@@ -56,19 +55,7 @@ class ProtocolStore(Protocol):
         """In one transaction: each window whose seq is above the stored last_seq[run, rank] is inserted and becomes
         last_seq; the others are duplicates. Committed when this returns."""
 
-    def add_placement(
-        self,
-        placement: Placement,
-        *,
-        epoch: int,
-        version: int,
-        now: float,
-        moves: NDArray[np.int64],
-        policy: str,
-        reason: str,
-        balancedness_before: float | None = None,
-        balancedness_predicted: float | None = None,
-    ) -> None:
+    def add_placement(self, published: PublishedPlacement) -> None:
         """Keep a placement under its key, and its rows under their digests."""
 
     def newest_placement(self) -> PublishedPlacement | None:
@@ -86,14 +73,4 @@ class ProtocolStore(Protocol):
 
 def job_row(job: JobShape) -> JobRow:
     """A run's shape as the store keeps it."""
-    return JobRow(
-        model=job.model,
-        phase="",
-        num_layers=job.num_layers,
-        num_logical_experts=job.num_logical_experts,
-        num_slots=job.num_slots,
-        ep_size=job.ep_size,
-        num_nodes=job.num_nodes,
-        top_k=job.top_k,
-        shared_counts=job.shared_counts,
-    )
+    return JobRow(phase="", **msgspec.structs.asdict(job))

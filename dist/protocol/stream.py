@@ -3,7 +3,7 @@
 A sealed window never changes and is resent until it is acknowledged, or refused for good; later counts add up in one
 open window, sealed with the next sequence number then. So memory is bounded by two windows, and counted = stored +
 refused + in flight (unless stored) + open. A stream goes on in a job's next membership, under its run and rank
-(`move`); what is in flight stays what it is.
+(`move`); the window in flight is not changed.
 """
 
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class RankStream:
         return self._seal(now)
 
     def move(self, run: int, rank: int, now: float) -> list[RankWindow]:
-        """The process is ``rank`` of another membership now: what is sealed from here on says so.
+        """The process is ``rank`` of another membership now: windows sealed from here on carry that.
 
         What is open is sealed before, unless a window is in flight. Returns what to send now.
         """

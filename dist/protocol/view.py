@@ -70,7 +70,7 @@ class RunView:
                 self._look_up(live_digest_array(status))
 
     def is_another(self, status: RankStatus) -> bool:
-        """Whether somebody else speaks for the status's rank already."""
+        """Whether another connection already speaks for the status's rank."""
         known = self.ranks.get(status.rank)
         return known is not None and known.identity != status.identity
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -194,9 +193,9 @@ class RankAgent:
     def step(self, num_tokens: int | None = None, *, count: bool = True) -> StepResult:
         """Begin a step, before its routing; every rank calls it equally often, idle ranks too.
 
-        With `num_tokens` a pass of so many rows begins at once. Without, `begin_pass` announces passes as soon as their
-        rows are known: none, one or several up to the next step. `count=False` leaves what is routed from here to the
-        next call of `step` or `begin_pass` out of the counts (warm-up, dummy, draft passes).
+        With `num_tokens` a pass of that many rows begins at once. Without, `begin_pass` announces passes as soon as
+        their rows are known: none, one or several up to the next step. `count=False` leaves what is routed from here to
+        the next call of `step` or `begin_pass` out of the counts (warm-up, dummy, draft passes).
 
         Raises VoteError when the ranks cannot agree any more, RuntimeError when a transfer failed: the job has to end.
         Raises ValueError for arguments of another kind, RuntimeError after `close`: then nothing has changed.
@@ -297,7 +296,7 @@ class RankAgent:
     @property
     def refusals(self) -> list[str]:
         """Why placements were refused by this rank, the last ten."""
-        return list(self._core.counters.refusals)
+        return list(self._core.refusals)
 
     @property
     def takes_skipped(self) -> int:
@@ -344,7 +343,5 @@ class RankAgent:
     def __enter__(self) -> RankAgent:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         self._end(None, clean=error is None or isinstance(error, SystemExit))

@@ -12,7 +12,7 @@ from evenroute.dist.weights.mover import MoveTotals
 from evenroute.dist.wire.messages import RankCosts
 
 _SAMPLES = 64  # step times kept for a median
-_LEAST = 4  # steps without a move before anything is said
+_LEAST = 4  # steps without a move before an estimate is reported
 _LONGEST_S = 3600.0
 _NOTHING = MoveTotals()
 
@@ -41,7 +41,7 @@ class StepTimer:
         self._lost_s = 0.0
 
     def begin(self) -> None:
-        """A step begins: the one before ends. Reports at most every so often."""
+        """A step begins: the one before ends. Reports at most once in the reporting interval."""
         now = time.monotonic()
         began, self._began = self._began, now
         if began is None:

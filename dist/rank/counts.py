@@ -99,7 +99,7 @@ class CountTaker:
         self.counting, self._passes = count, 0
 
     def begin_pass(self, step: int, num_tokens: int, *, count: bool, per_pass: bool) -> None:
-        """A pass of so many rows begins in `step`: take what was routed before it, if that has to stay apart."""
+        """A pass of `num_tokens` rows begins in `step`: take what was routed before it, if that has to stay apart."""
         if self.counting != count or (per_pass and self._passes):
             self._take(step if self._passes or self.first_step == step else step - 1, step, count)
         self._passes += 1

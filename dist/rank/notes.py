@@ -1,4 +1,4 @@
-"""What this rank did for switches, kept for `evenroute trace` and told to OpenTelemetry where that is there."""
+"""What this rank did for switches, kept for `evenroute trace` and exported to OpenTelemetry where it is installed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SwitchNotes:
         self._opened_at.clear()
 
     def staged(self, moved: Sequence[int], count: int, step: int) -> None:
-        """So many of the layers that move are staged here, in their order; seen at a vote, up to a period late."""
+        """The first `count` of the layers that move are staged here; seen at a vote, up to a period late."""
         for layer in moved[self._staged : count]:
             self.add("transfer", self._opened_at.get(layer, time.time()), step, layer)
         self._staged = max(self._staged, count)

@@ -30,7 +30,7 @@ from evenroute.dist.wire.tracing import SwitchEvent, TraceReport
 
 logger = logging.getLogger("evenroute.dist.agent")
 
-# As `os.eventfd_write`, which lets go of the interpreter's lock: the thread it wakes would take that at once, and the
+# As `os.eventfd_write`, which releases the interpreter's lock: the thread it wakes would take that at once, and the
 # forward thread wait in `agent.step()` for all that it does.
 _write_event = ctypes.PyDLL(None).eventfd_write
 _write_event.argtypes = [ctypes.c_int, ctypes.c_uint64]
@@ -118,7 +118,7 @@ class AgentThread:
     # ------------------------------------------------------------------------------- forward thread
 
     def wake(self) -> None:
-        """Something is due. Microseconds, never waits; its thread runs once the caller lets go of the interpreter."""
+        """Something is due. Microseconds, never waits; the thread runs once the caller releases the GIL."""
         _write_event(self._wake, 1)  # fails where the counter is full: then it is awake anyway
 
     def hand_over(self, take: Take) -> None:

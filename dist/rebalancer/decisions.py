@@ -37,7 +37,7 @@ from evenroute.eplb.planner.policy import Decision, PolicySettings, Question, Re
 from evenroute.eplb.planner.price.measured import MeasuredCosts, RankTimes
 from evenroute.eplb.planner.price.worth import Savings, Worth
 from evenroute.eplb.store.schema import PRICE_SETTING as PRICE
-from evenroute.eplb.store.writer import HistoryStore, StaleEpochError, StoreError
+from evenroute.eplb.store.writer import HistoryStore, StoreError
 
 logger = logging.getLogger("evenroute.dist.rebalancer")
 
@@ -183,14 +183,20 @@ class LivePolicy:
         assert counts is not None
         packed = base64.b85encode(zlib.compress(counts.astype("<i8").tobytes(), 1)).decode()
         window = _Window(self._number, (len(counts), counts.shape[1]), packed, action, moves)
-        try:
-            name = _SETTING.format(self._number % REMEMBERED)
-            self._store.set_setting(name, msgspec.json.encode(window).decode(), epoch=epoch)
+        if _kept(
+            self._store, _SETTING.format(self._number % REMEMBERED), window, epoch, "the policy remembers"
+        ):
             self._number += 1
-        except StaleEpochError:
-            raise
-        except StoreError as error:
-            logger.warning("what the policy remembers is not kept: %s", error)
+
+
+def _kept(store: HistoryStore, name: str, value: Struct, epoch: int, what: str) -> bool:
+    """Keep a setting; whether it is kept. A store that can't be written is logged, one taken over raises."""
+    try:
+        store.set_setting(name, msgspec.json.encode(value).decode(), epoch=epoch)
+    except StoreError as error:
+        logger.warning("what %s is not kept: %s", what, error)
+        return False
+    return True
 
 
 class _Price(Struct, frozen=True, forbid_unknown_fields=True):
@@ -247,7 +253,7 @@ class LiveCosts:
         return self._worth.savings(self._measured, self.costs(), self._job.ep_size)
 
     def moved(self, num_moves: int, epoch: int) -> None:
-        """A version is published that moves so many slots."""
+        """A version is published that moves ``num_moves`` slots."""
         self._worth.moves += num_moves
         self._keep(epoch)
 
@@ -276,12 +282,7 @@ class LiveCosts:
         if job is None:
             return
         price = _Price(_shape(job), self._measured.state, self._worth.state)
-        try:
-            self._store.set_setting(PRICE, msgspec.json.encode(price).decode(), epoch=epoch)
-        except StaleEpochError:
-            raise
-        except StoreError as error:
-            logger.warning("what the ranks measured is not kept: %s", error)
+        _kept(self._store, PRICE, price, epoch, "the ranks measured")
 
 
 def keep_start(store: HistoryStore, live: Placement, epoch: int) -> None:

@@ -27,7 +27,7 @@ from evenroute.eplb.store.writer import HistoryStore
 
 LIVE_S = 3.5  # a rank that was heard so lately is alive: three heartbeats
 _LOOK_S = 0.5
-_TELL_S = 30.0  # `status` names a refused job for so long
+_TELL_S = 30.0  # `status` names a refused job for this long
 _STORE_LOCK_S = 2.0  # the holder that was just ended lets its locks go one by one
 
 

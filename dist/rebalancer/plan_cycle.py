@@ -247,7 +247,7 @@ class PlanCycle:
         return placement, info
 
     def _decided(self, action: str, reason: str, moves: int, gain: float) -> str:
-        """Tell the policy what its question came to; the action that is carried out."""
+        """Give the policy the answer to its question; returns the action that is carried out."""
         assert self._policy is not None
         assert self._asked_from is not None
         action, reason = self._policy.settle(
@@ -311,7 +311,7 @@ class PlanCycle:
         self._interval_from = self._success_at = time.monotonic()
 
     def roll_back(self) -> str:
-        """Publish the placement before the newest as a new version, once that may follow; what was done.
+        """Publish the placement before the newest as a new version, once that may follow; returns what was done.
 
         ValueError in one line when there is none.
         """

@@ -108,9 +108,11 @@ class PlannerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
-            for pipe in (self._child.stdin, self._child.stdout):
-                assert pipe is not None
-                os.set_blocking(pipe.fileno(), False)
+            assert self._child.stdin is not None
+            assert self._child.stdout is not None
+            self._stdin, self._stdout = self._child.stdin.fileno(), self._child.stdout.fileno()
+            for pipe in (self._stdin, self._stdout):
+                os.set_blocking(pipe, False)
 
     def request(self, request: PlanRequest | DecideRequest) -> None:
         """Hand a request to the child; one at a time."""
@@ -122,11 +124,9 @@ class PlannerProcess:
 
     def poll_fds(self) -> tuple[int | None, int | None]:
         """(readable, writable) file descriptors to wait for; None where there is nothing to wait for."""
-        if self._child is None or not self.busy:
+        if not self.busy:
             return None, None
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        return self._child.stdout.fileno(), self._child.stdin.fileno() if self._to_send else None
+        return self._stdout, self._stdin if self._to_send else None
 
     def remaining_s(self) -> float | None:
         """Seconds until the time limit; None when idle."""
@@ -137,7 +137,6 @@ class PlannerProcess:
         """Go on sending and reading, without waiting. A reply, or None while it plans; PlannerError when it failed."""
         if not self.busy:
             return None
-        assert self._child is not None
         try:
             self._write()
             reply = self._read()
@@ -162,21 +161,17 @@ class PlannerProcess:
         return None
 
     def _write(self) -> None:
-        assert self._child is not None
-        assert self._child.stdin is not None
         while self._to_send:
             try:
-                sent = os.write(self._child.stdin.fileno(), self._to_send)
+                sent = os.write(self._stdin, self._to_send)
             except BlockingIOError:
                 return
             self._to_send = self._to_send[sent:]
 
     def _read(self) -> PlanReply | None:
-        assert self._child is not None
-        assert self._child.stdout is not None
         while True:
             try:
-                chunk = os.read(self._child.stdout.fileno(), 1 << 20)
+                chunk = os.read(self._stdout, 1 << 20)
             except BlockingIOError:
                 break
             if not chunk:

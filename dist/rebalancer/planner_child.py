@@ -202,7 +202,7 @@ def _warm_up(function: str) -> None:
 
 
 class _CompileWatch(Listener):
-    """Tells the parent when a compilation begins and ends: it is not the plan's time."""
+    """Reports to the parent when a compilation begins and ends: it does not count against the plan's time limit."""
 
     def __init__(self, replies: IO[bytes]) -> None:
         self._replies = replies

@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -61,22 +61,21 @@ class Rebalancer:
         settings = config.rebalancer
         self.config = config
         self.address = parse_address(settings.bind, field="rebalancer.bind (--bind)")
-        self._lock = JobLock(lock_paths(settings.store, self.address), take_over=take_over)
-        self._web: WebProcess | None = None
-        self._link: RouterLink | None = None
-        self._store: HistoryStore | None = None
-        self._wake: tuple[socket.socket, socket.socket] | None = None
-        try:
-            self._open(time.monotonic())
-        except BaseException:
-            self._release()
-            raise
+        with ExitStack() as parts:  # closed in the reverse order, here if opening fails
+            self._lock = JobLock(lock_paths(settings.store, self.address), take_over=take_over)
+            parts.callback(self._lock.release)
+            self._open(parts, time.monotonic())
+            self._parts = parts.pop_all()
+        self._release = self._parts.close
 
-    def _open(self, now: float) -> None:
+    def _open(self, parts: ExitStack, now: float) -> None:
         settings, security = self.config.rebalancer, self.config.security
         Path(settings.store).touch(mode=0o600)  # for this user alone, as the ipc socket
         self._lock.hold_store(STORE_FIELD, Path(settings.store))
+        if settings.ready_file:
+            parts.callback(Path(settings.ready_file).unlink, missing_ok=True)
         self._store = HistoryStore(Path(settings.store), background_checkpoint=True)
+        parts.callback(self._store.close)
         keys = load_server_keys(Path(security.keys)) if security.keys else None
         self._link = RouterLink(
             self.address,
@@ -84,6 +83,7 @@ class Rebalancer:
             keys=keys,
             max_message_bytes=settings.max_message_bytes,
         )
+        parts.callback(self._link.close)
         timeouts = Timeouts(
             publish_timeout_s=settings.version_limit_s,
             max_publish_timeout_s=max(3600.0, settings.version_limit_s),
@@ -97,6 +97,7 @@ class Rebalancer:
             accept_job=self._accept_job,
         )
         self.plans = PlanCycle(self.core, self._store, self.config.planner, now)
+        parts.callback(self.plans.close)
         self.recorder = Recorder(self._store)
         self.core.keep_rank_detail = self.recorder.per_rank
         self._in_use = InUseLog(self.core, self._add_event)
@@ -104,8 +105,8 @@ class Rebalancer:
         self._rejected: Counter[str] = Counter()
         self._log = LimitedLog(logger)
         self._jobs = JobGate(self.core, self._log)
-        parts = (self.core, self._link, self._jobs, self._rejected, self._log)
-        self._ranks = RankTraffic(*parts, settings.max_message_bytes, self.plans.costs.report)
+        about = (self.core, self._link, self._jobs, self._rejected, self._log)
+        self._ranks = RankTraffic(*about, settings.max_message_bytes, self.plans.costs.report)
         self._files = FileWatch(self._lock, self._link, self._store, self._log)
         self.membership = MembershipService(self.core, self._store, self._link, settings, self._rejected)
         self._control = ControlService(
@@ -118,6 +119,7 @@ class Rebalancer:
         self._last_status = self._build_status(now)
         self._web = WebProcess.of(self.config, read_http_token(security))
         if self._web is not None:
+            parts.callback(self._web.close)
             self._web.feed(self._last_status, now)
 
     def _accept_job(self, job: JobShape) -> str | None:
@@ -132,7 +134,6 @@ class Rebalancer:
 
     def run(self) -> int:
         """Serve until a signal or the end of this life."""
-        assert self._link is not None
         self._catch_signals()
         self._write_ready_file()
         self.plans.warm_up()
@@ -150,7 +151,9 @@ class Rebalancer:
         self._wake = socket.socketpair()
         for side in self._wake:
             side.setblocking(False)
+            self._parts.callback(side.close)
         signal.set_wakeup_fd(self._wake[1].fileno(), warn_on_full_buffer=False)
+        self._parts.callback(signal.set_wakeup_fd, -1)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -158,8 +161,6 @@ class Rebalancer:
         self._stop_signal = number
 
     def _wait(self) -> None:
-        assert self._link is not None
-        assert self._wake is not None
         poller = zmq.Poller()
         poller.register(self._link.socket, zmq.POLLIN)
         poller.register(self._wake[0], zmq.POLLIN)
@@ -180,7 +181,6 @@ class Rebalancer:
             self._wake[0].recv(64)
 
     def _turn(self, now: float) -> None:
-        assert self._link is not None
         for step in (self._serve_keys, self._receive, self._tick, self._housekeep):
             try:
                 step(now)
@@ -196,12 +196,10 @@ class Rebalancer:
         self._log_notices()
 
     def _serve_keys(self, now: float) -> None:
-        assert self._link is not None
         if self._link.zap is not None:
             self._link.zap.serve()
 
     def _receive(self, now: float) -> None:
-        assert self._link is not None
         for number, received in enumerate(self._link.receive(_FRAMES_PER_TURN)):
             if received.control:
                 answer = self._control.answer(received.frame, received.role, now)
@@ -221,7 +219,6 @@ class Rebalancer:
         self._ranks.send(self.membership.turn(now))
         if self._web is not None:
             self._web.turn(now)
-        assert self._link is not None
         for peer, frame in self._control.orders(now):
             assert isinstance(peer, bytes)
             self._link.send(peer, frame, control=True)
@@ -230,7 +227,6 @@ class Rebalancer:
     # --------------------------------------------------------------------------------------- status
 
     def _build_status(self, now: float) -> RebalancerStatus:
-        assert self._link is not None
         zap = self._link.zap
         extra = {
             f"rejected_{kind}": self._rejected[kind] for kind in ("decode", "content", "role", "internal")
@@ -254,13 +250,11 @@ class Rebalancer:
         )
 
     def _add_event(self, kind: str, text: str, stamp: float) -> None:
-        assert self._store is not None
         self._store.add_event(kind, text, epoch=self.core.epoch, now=stamp)
 
     # ---------------------------------------------------------------------------------- housekeeping
 
     def _housekeep(self, now: float) -> None:
-        assert self._store is not None
         if now - self._status_at >= _STATUS_EVERY_S:
             self._status_at = now
             self._log.turn(now)
@@ -282,7 +276,6 @@ class Rebalancer:
             level = logging.INFO if notice.kind == "run" else logging.WARNING
             logged = self._log.log(level, notice.kind, notice.text)
             if logged and notice.kind not in ("store", "ended") and self.core.phase is Phase.SERVING:
-                assert self._store is not None
                 with suppress(StoreError, StaleEpochError):
                     self._store.add_event(notice.kind, notice.text, epoch=self.core.epoch, now=time.time())
 
@@ -292,7 +285,6 @@ class Rebalancer:
         path = self.config.rebalancer.ready_file
         if not path:
             return
-        assert self._link is not None
         http = "" if self._web is None else self._web.address
         data = {"address": self._link.endpoint, "http": http, "metrics": http, "pid": os.getpid()}
         partial = Path(f"{path}.{os.getpid()}.partial")
@@ -310,7 +302,7 @@ class Rebalancer:
             "stored %d windows, published %d placements, dropped %d frames to peers that do not read",
             counters.windows_stored,
             counters.placements_published,
-            0 if self._link is None else self._link.dropped,
+            self._link.dropped,
         )
         if (savings := self.plans.costs.savings()) is not None:
             logger.info("%s", savings.told())
@@ -318,21 +310,6 @@ class Rebalancer:
             logger.info("%d ranks are not known to hold the newest placement; they ask again", len(behind))
         self._release()
         return 1 if self.core.ended is not None else 0
-
-    def _release(self) -> None:
-        if hasattr(self, "plans"):
-            self.plans.close()
-        for part in (self._web, self._link, self._store):
-            if part is not None:
-                part.close()
-        if self._wake is not None:
-            signal.set_wakeup_fd(-1)
-            for side in self._wake:
-                side.close()
-        if self.config.rebalancer.ready_file:
-            with suppress(FileNotFoundError):
-                Path(self.config.rebalancer.ready_file).unlink()
-        self._lock.release()
 
 
 def run_rebalancer(config: RebalancerConfig, *, take_over: bool = False) -> int:

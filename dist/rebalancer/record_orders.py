@@ -7,14 +7,18 @@ of the rebalancer needs no handling of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from evenroute.dist.protocol.view import RunView
 from evenroute.dist.rebalancer.recording import PassRecording
 from evenroute.dist.wire.control import RankRecording
 from evenroute.dist.wire.recording import OVER, RUNNING, RecordOrder, RecordReport
+from evenroute.eplb._fields import named
+
+_REPORTED = ("passes", "tokens", "num_bytes", "dropped", "merged", "files", "host", "path")
 
 _AGAIN_S = 1.0
-_SILENCE_S = 10.0  # a rank that was silent for so long and had not ended its recording is reported as lost
+_SILENCE_S = 10.0  # a rank that was silent for this long and had not ended its recording is reported as lost
 _KEPT = 2  # recordings whose reports are kept: a refused one gives way to the one before
 
 
@@ -37,14 +41,7 @@ class PassOrders:
         if wanted is None or view is None or not epoch or view.run != wanted.run:
             return
         self._follow(wanted)
-        order = RecordOrder(
-            run=wanted.run,
-            epoch=epoch,
-            recording=wanted.recording,
-            mode=wanted.mode,
-            name=wanted.name,
-            running=wanted.running,
-        )
+        order = RecordOrder(epoch=epoch, **asdict(wanted))
         for rank, seen in view.ranks.items():
             if view.job.shared_counts and rank:
                 continue  # rank 0 records for all
@@ -114,15 +111,8 @@ class PassOrders:
         return {
             rank: RankRecording(
                 state="lost" if lost[rank] else report.state,
-                passes=report.passes,
-                tokens=report.tokens,
-                num_bytes=report.num_bytes,
-                dropped=report.dropped,
-                merged=report.merged,
-                files=report.files,
                 reason="; ".join(filter(None, (lost[rank], report.reason))),
-                host=report.host,
-                path=report.path,
+                **named(_REPORTED, report),
             )
             for rank, report in reports.items()
         }

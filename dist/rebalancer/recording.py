@@ -24,6 +24,7 @@ from evenroute.dist.wire.control import (
     Refused,
 )
 from evenroute.dist.wire.recording import PASS_MODES, PassMode, RecordMode
+from evenroute.eplb._fields import JOB_FIELDS, named
 from evenroute.eplb.store.schema import counts_to_blob
 from evenroute.eplb.store.writer import HistoryStore, StoreError
 
@@ -190,12 +191,6 @@ class Recorder:
         return Recorded(
             windows=windows,
             next_offset=request.offset + len(windows) if len(windows) == per_part else None,
-            model=job.model,
-            num_layers=job.num_layers,
-            num_logical_experts=job.num_logical_experts,
-            num_slots=job.num_slots,
-            ep_size=job.ep_size,
-            num_nodes=job.num_nodes,
-            top_k=job.top_k,
+            **named(JOB_FIELDS, job),
             ranks=list(range(job.num_sources)) if saved.per_rank else [],
         )

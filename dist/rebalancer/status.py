@@ -19,7 +19,7 @@ from evenroute.dist.wire.messages import NO_KEY
 from evenroute.eplb.store.schema import IN_USE_EVENT, encode_in_use
 from evenroute.eplb.store.writer import HistoryStore, StoreError
 
-_SHOWN_S = 60.0  # so long an error or a flagged window is told; what goes on comes again
+_SHOWN_S = 60.0  # how long an error or a flagged window is shown; a lasting one comes again
 _IN_USE_EVERY_S = 1.0
 
 

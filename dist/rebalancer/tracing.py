@@ -1,4 +1,4 @@
-"""Collects what the ranks did for switches, when somebody asks. No I/O."""
+"""Collects what the ranks did for switches, on request. No I/O."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SwitchTraces:
         self._sent_at: dict[int, float] = {}
 
     def ask(self, trace: int, offset: int, view: RunView | None, now: float) -> TraceAnswer:
-        """What is there of the collection called ``trace``, from rank ``offset`` on; begins it when it is new."""
+        """What has arrived of the collection called ``trace``, from rank ``offset`` on; begins it when it is new."""
         if trace != self._trace:
             self._trace, self._began = trace, now
             self._reports, self._sent_at = {}, {}

@@ -26,8 +26,8 @@ from evenroute.dist.wire.messages import (
 from evenroute.dist.wire.received import decode_up, refusal
 
 _WINDOWS_PER_BATCH = 128
-_PLACEMENT_AGAIN_S = 0.9  # not to one peer again before so long
-_BATCH_S = 0.02  # windows wait so long for others: one store transaction serves all of a batch
+_PLACEMENT_AGAIN_S = 0.9  # not to the same peer again before this long
+_BATCH_S = 0.02  # windows wait this long for others: one store transaction serves all of a batch
 
 
 class RankTraffic:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from evenroute.dist.record.files import DumpFiles, FullError, RecorderSettings
 from evenroute.dist.wire.messages import Key
 from evenroute.dist.wire.recording import OVER, RankState, RecordOrder, RecordReport
+from evenroute.eplb._fields import JOB_FIELDS, named
 from evenroute.eplb.dump.format import DumpHeader, narrow
 from evenroute.eplb.loads.source import LoadWindow
 from evenroute.eplb.placement.placement import PlacementRow
@@ -44,7 +45,7 @@ class PassBuffer(Protocol):
     def extra(self, name: str) -> NDArray[np.int32] | None: ...
 
 
-MakeArena = Callable[[int], object]  # the memory in which so many bytes of passes may wait
+MakeArena = Callable[[int], object]  # the memory in which this many bytes of passes may wait
 
 
 @dataclass
@@ -215,16 +216,10 @@ class RecordingSession:
             raise ValueError("all ranks see the same tokens: rank 0 records for all")
         per_token = order.mode == "per_token"
         header = DumpHeader(
-            num_layers=job.num_layers,
-            num_logical_experts=job.num_logical_experts,
+            **named(JOB_FIELDS, job),
             mode=order.mode,
             scope="job" if job.shared_counts else "rank",
             rank=None if job.shared_counts else settings.rank,
-            ep_size=job.ep_size,
-            num_nodes=job.num_nodes,
-            num_slots=job.num_slots,
-            top_k=job.top_k,
-            model=job.model,
             format_version=2,
             recording=f"{settings.run:x}-{order.recording:x}",
         )

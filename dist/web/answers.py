@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from evenroute.dist.web.bins import LoadPoint, Loads, TimeBin
+from evenroute.dist.web.bins import Loads, TimeBin
 from evenroute.dist.web.history import LoadSnapshot
 from evenroute.dist.wire.control import RebalancerStatus
+from evenroute.eplb._fields import named
 from evenroute.eplb.loads.balance import balancedness
 
 HOTTEST = 32  # experts of a layer that are named
@@ -47,7 +49,7 @@ def history_answer(found: LoadSnapshot, detail: str) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "reading": found.reading,
         "problem": found.problem,
-        "points": [_point(point) for point in found.points],
+        "points": [asdict(point) for point in found.points],
     }
     if detail == "layers":
         rows = [balancedness(span.loads).as_dict()["per_layer"] for span in found.bins]
@@ -69,11 +71,7 @@ def placements_answer(found: LoadSnapshot) -> dict[str, Any]:
         placements.append(
             {
                 "key": key_text(key),
-                "time": note.time,
-                "policy": note.policy,
-                "reason": note.reason,
-                "moved_slots": note.moved_slots,
-                "layers_changed": note.layers_changed,
+                **named(("time", "policy", "reason", "moved_slots", "layers_changed"), note),
                 "before": note.balancedness_before,
                 "predicted": note.balancedness_predicted,
                 "in_use_since": began,
@@ -112,23 +110,7 @@ def layer_answer(found: LoadSnapshot, layer: int) -> dict[str, Any] | None:
 
 
 def _span(span: TimeBin) -> dict[str, Any]:
-    return {
-        "time": span.start,
-        "seconds": span.seconds,
-        "tokens": span.tokens,
-        "first_step": span.first_step,
-        "last_step": span.last_step,
-    }
-
-
-def _point(point: LoadPoint) -> dict[str, Any]:
-    return {
-        "time": point.time,
-        "seconds": point.seconds,
-        "tokens": point.tokens,
-        "balancedness": point.balancedness,
-        "without": point.without,
-    }
+    return {"time": span.start, **named(("seconds", "tokens", "first_step", "last_step"), span)}
 
 
 def _relative(loads: Loads) -> list[list[float] | None]:

@@ -1,7 +1,7 @@
 """ZeroMQ sockets of the control plane: ROUTER at the rebalancer, DEALER at each rank. Non-blocking, bounded, no pickle.
 
 A frame for which there is no room, or no peer, is dropped and counted: the protocol repeats whatever matters.
-Identities are automatic (two peers with one identity are never both heard); ROUTER_MANDATORY tells of peers that left.
+Identities are automatic (two peers with one identity are never both heard); ROUTER_MANDATORY reports peers that left.
 
 ZeroMQ's own heartbeats are off: libzmq 4.3.5 aborts the process when it meets a PING in what is left of a lost
 connection whose input was stopped at RCVHWM (found by freezing the rebalancer; libzmq#4841 has the same assertion). A

@@ -244,7 +244,7 @@ def decode_down(frame: bytes | memoryview, *, limit: int = DEFAULT_FRAME_LIMIT) 
     Raises MessageError.
     """
     message = decode_frame(_down_decoder, frame, limit)
-    # A key is drawn by its own epoch or an earlier one; taken as it is, a later one would block all that follow.
+    # A key is drawn by its own epoch or an earlier one; a later one, if accepted, would block all that follow.
     if isinstance(message, PlacementMessage | Snapshot) and message.key[0] > message.epoch:
         raise MessageError(
             f"{_tag(message)}.key: found {message.key}, above the sender's epoch {message.epoch}"

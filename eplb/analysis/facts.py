@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evenroute.eplb._fields import named
 from evenroute.eplb._io import shown
 from evenroute.eplb.analysis.history import Achieved, History, as_json_points
 from evenroute.eplb.loads.balance import Balancedness
@@ -17,7 +18,7 @@ from evenroute.eplb.loads.total import exact_sum
 from evenroute.eplb.placement.classes import told
 
 TOP = 10
-HOT = 2.0  # an expert is hot while its load is at least so many times its layer's mean
+HOT = 2.0  # an expert is hot while its load is at least this many times its layer's mean
 
 
 def named_balancedness(balance: Balancedness, source: LoadSource) -> dict[str, Any]:
@@ -30,20 +31,10 @@ def named_balancedness(balance: Balancedness, source: LoadSource) -> dict[str, A
 
 def source_facts(source: LoadSource) -> dict[str, Any]:
     """What is known without reading a window."""
-    names = (
-        "key",
-        "kind",
-        "scope",
-        "model",
-        "phase",
-        "num_layers",
-        "num_logical_experts",
-        "num_slots",
-        "ep_size",
-    )
+    shape = ("num_layers", "num_logical_experts", "num_slots", "ep_size", "num_nodes", "top_k")
     return {
         "path": shown(source.path),
-        **{name: getattr(source, name) for name in (*names, "num_nodes", "top_k")},
+        **named(("key", "kind", "scope", "model", "phase", *shape), source),
         "ranks": list(source.ranks),
         "layer_ids": None if source.layer_ids is None else list(source.layer_ids),
         "notes": list(source.notes),
@@ -63,10 +54,7 @@ def history_facts(history: History, *, top: int = TOP) -> dict[str, Any]:
         "num_windows_without_placement": history.num_unplaced,
         "routed": int(routed) if routed % 1 == 0 else routed,
         "tokens": history.tokens if history.tokens is not None else derived_tokens(history),
-        "first_step": history.first_step,
-        "last_step": history.last_step,
-        "first_time": history.first_time,
-        "last_time": history.last_time,
+        **named(("first_step", "last_step", "first_time", "last_time"), history),
         "layers_without_load": [
             source.layer_name(int(row)) for row in np.flatnonzero(~history.total.any(axis=1))
         ],
@@ -169,13 +157,7 @@ def placement_facts(found: Achieved) -> dict[str, Any]:
     """One published placement: before, predicted and achieved balancedness (mean over layers)."""
     event = found.event
     return {
-        "epoch": event.epoch,
-        "version": event.version,
-        "time": event.time,
-        "step": event.step,
-        "policy": event.policy,
-        "reason": event.reason,
-        "moves": event.moves,
+        **named(("epoch", "version", "time", "step", "policy", "reason", "moves"), event),
         "before": event.balancedness_before,
         "predicted": event.balancedness_predicted,
         "achieved": found.mean,

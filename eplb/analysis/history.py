@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evenroute.eplb._fields import named
 from evenroute.eplb.loads.balance import Balancedness, RankLoadMap, balancedness, quick_balancedness
 from evenroute.eplb.loads.skew import Floats
 from evenroute.eplb.loads.source import Counts, LoadSource, LoadWindow, PlacementEvent, PlacementMap
@@ -335,13 +336,6 @@ def _add_point(
 def as_json_points(history: History) -> list[dict[str, Any]]:
     """Balancedness over time as plain values."""
     return [
-        {
-            "window": point.first,
-            "num_windows": point.num_windows,
-            "step": point.step,
-            "time": point.time,
-            "mean": point.mean,
-            "total": point.total,
-        }
+        {"window": point.first, **named(("num_windows", "step", "time", "mean", "total"), point)}
         for point in history.points
     ]

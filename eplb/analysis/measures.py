@@ -15,7 +15,7 @@ from evenroute.eplb.placement.topology import Topology, automatic_redundant_expe
 from evenroute.eplb.planner.classes.times import ExpertTimes
 from evenroute.eplb.planner.plan import plan_placement
 
-WITHIN = 0.01  # "as good as the best": within so much of its balancedness
+WITHIN = 0.01  # "as good as the best": within this much of its balancedness
 MIN_GAIN = 0.02  # a step has to get this much shorter to be worth the memory and the machinery
 SAMPLED_LAYERS = 12
 TOKEN_STEPS = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
@@ -61,7 +61,7 @@ class AdviceSettings:
     """The cluster the advice is for; None = not known.
 
     Attributes:
-        experts_share: part of a step that experts take today; `share_given` tells whether it was measured.
+        experts_share: part of a step that experts take today; `share_given`: whether it was measured.
         batch_tokens: tokens of one step over all ranks; adds what a finite batch can reach.
         times: what an expert touched and a token cost.
         replan_seconds: time between two plans; None = as long as the history says a plan stays good.
@@ -179,7 +179,7 @@ def cross_table(workloads: Sequence[Workload], settings: AdviceSettings, redunda
 def tokens_needed(
     loads: Floats, settings: AdviceSettings, redundant: int, top_k: int
 ) -> list[dict[str, Any]]:
-    """Balancedness on the true loads of a plan made from a sample of so many tokens a layer (independent tokens: real
+    """Balancedness on the true loads of a plan made from a sample of this many tokens a layer (independent tokens: real
     ones are correlated, so these counts are minima). At most `SAMPLED_LAYERS` layers, evenly spaced; fixed seed."""
     busy = _without_idle(loads)
     rows = busy[np.unique(np.linspace(0, len(busy) - 1, SAMPLED_LAYERS).round().astype(int))]

@@ -47,7 +47,7 @@ class ReplaySettings:
             weight that halves every `history` windows.
         delay: windows between a plan and its use (migration and agreement).
         dispatch: "dynamic" uses replicas evenly (or in planned shares), "static" takes the nearest replica.
-        dead_band: a plan is only used if it predicts at least so much more balancedness (total).
+        dead_band: a plan is only used if it predicts at least this much more balancedness (total).
         max_moves, target: handed to the planner.
         costs: what moves and imbalance cost in time, for "rebalancer".
     """

@@ -3,5 +3,5 @@
 format    frames and their content
 writer    streamed beside the target, renamed when whole
 reader    frame by frame; unfinished dumps too
-partial   names and locks of dumps in the making
+partial   names and locks of unfinished dumps
 """

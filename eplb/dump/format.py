@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -163,11 +162,6 @@ SOURCE_FIELDS = (
 )
 
 Buffer = bytes | memoryview
-
-
-def named(fields: Sequence[str], holder: Any) -> dict[str, Any]:
-    """The values of these fields of `holder`, by name."""
-    return {name: getattr(holder, name) for name in fields}
 
 
 def frame_parts(kind: int, meta: msgspec.Struct, *arrays: NDArray[Any]) -> list[Buffer]:

@@ -1,4 +1,4 @@
-"""Dumps in the making: `.NAME.PID-HEX.partial` beside the target NAME, until they are whole and renamed.
+"""Unfinished dumps: `.NAME.PID-HEX.partial` beside the target NAME, until they are whole and renamed.
 
 A writer holds a lock on its file, so that a reader can distinguish a file that is being written from what a killed
 process left (process numbers mean nothing across containers). What was left is kept and reported, and only

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb._checks import as_path
+from evenroute.eplb._fields import named
 from evenroute.eplb._io import open_input
 from evenroute.eplb.dump.format import (
     END,
@@ -34,7 +35,6 @@ from evenroute.eplb.dump.format import (
     TokensMeta,
     WindowMeta,
     checked_payload,
-    named,
     split_payload,
 )
 from evenroute.eplb.dump.partial import Unfinished, unfinished_in

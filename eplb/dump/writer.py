@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from evenroute.eplb._fields import named
 from evenroute.eplb._io import check_target
 from evenroute.eplb.dump.format import (
     END,
@@ -34,7 +34,6 @@ from evenroute.eplb.dump.format import (
     TokensMeta,
     WindowMeta,
     frame_parts,
-    named,
     narrow,
 )
 from evenroute.eplb.dump.partial import hold, partial_path, remove_left
@@ -46,7 +45,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DumpWriter:
-    """One dump in the making. The final name holds the old file until `close`, then the whole new one.
+    """A dump that is being written. The final name holds the old file until `close`, then the whole new one.
 
     Memory is one frame. A killed writer leaves a hidden `.partial` file, which `eplb.dump.reader` reads. As a
     context manager it finishes on success and discards on an exception. The file holds whole records at any time: one
@@ -208,7 +207,7 @@ class DumpWriter:
     def close(self) -> None:
         """Finish and rename; a second call does nothing.
 
-        Where the disk has no room for the end, a few of the last records make room for it, which a note tells.
+        Where the disk has no room for the end, a few of the last records make room for it, and a note says so.
         OSError if even that fails: then `abandon` keeps the unfinished file, `discard` removes it.
         """
         if self._file is None:
@@ -252,9 +251,7 @@ class DumpWriter:
     def __enter__(self) -> DumpWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
         else:

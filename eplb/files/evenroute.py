@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from evenroute.eplb._fields import named
 from evenroute.eplb._io import shown
-from evenroute.eplb.dump.format import SOURCE_FIELDS, DumpHeader, named
+from evenroute.eplb.dump.format import SOURCE_FIELDS, DumpHeader
 from evenroute.eplb.dump.reader import is_dump, read_dump
 from evenroute.eplb.dump.writer import DumpWriter
 from evenroute.eplb.files.format import Format, Reading, one

@@ -16,7 +16,7 @@ PtReader = Callable[[Path], Any]
 
 
 class Beginning(NamedTuple):
-    """A file as far as it is looked at before its format is known."""
+    """The parts of a file that are read before its format is known."""
 
     path: Path
     head: bytes  # at most 4,096 bytes

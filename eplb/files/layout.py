@@ -1,7 +1,7 @@
 """Which axis of a plain array is what: a stated layout is honoured, a doubtful one refused with the question it leaves.
 
-Every token picks K experts in every MoE layer, so in a window all layers with load have one total. That tells layers
-from windows and from ranks where the file does not say.
+Every token picks K experts in every MoE layer, so in a window all layers with load have one total. That distinguishes
+layers from windows and from ranks where the file does not say.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def _records(path: Path) -> Iterator[_Record]:
 
 
 class _Shape:
-    """What one pass over a file tells: layers, experts, top-k and rank."""
+    """What one pass over a file finds: layers, experts, top-k and rank."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from evenroute.eplb._fields import JOB_FIELDS, named
 from evenroute.eplb.loads.source import Counts, LoadSource, LoadWindow, PlacementEvent
 
 RankPass = Mapping[int, Counts]  # rank -> counts [L, E] of one pass
@@ -156,20 +157,10 @@ def join_rank_sources(path: Path, sources: Sequence[LoadSource]) -> LoadSource:
     return LoadSource(
         path=path,
         kind=f"{first.kind}, {len(sources)} ranks",
-        num_layers=first.num_layers,
-        num_logical_experts=first.num_logical_experts,
         open_windows=open_windows,
         ranks=tuple(sorted(int(rank or 0) for rank in ranks)),
-        ep_size=first.ep_size,
-        num_slots=first.num_slots,
-        top_k=first.top_k,
-        model=first.model,
-        phase=first.phase,
-        layer_ids=first.layer_ids,
         placements=longest.placements,
-        placements_are=first.placements_are,
-        num_nodes=first.num_nodes,
-        placement_map=first.placement_map,
+        **named((*JOB_FIELDS, "phase", "layer_ids", "placements_are", "placement_map"), first),
         notes=[verdict_note(len(sources), copies), *dict.fromkeys(n for s in sources for n in s.notes)],
         members=list(sources),
     )

@@ -75,8 +75,9 @@ def place_rows(
 
 
 def even_or_refuse(known: PlacementMap, target: str, drop_shares: bool) -> None:
-    """Engines divide tokens evenly over replicas: uneven shares are dropped only on request."""
-    uneven = known.placement is not None and known.placement.shares is not None
+    """Engines divide tokens evenly over replicas: uneven shares, small batches' too, are dropped only on request."""
+    made = known.placement
+    uneven = made is not None and (made.shares is not None or made.classes is not None)
     if uneven and target != "evenroute" and not drop_shares:
         raise ValueError(
             f"the placement has uneven shares, which {target} cannot express: give --drop-shares"

@@ -211,7 +211,7 @@ def stacked_source(path: Path, kind: str, stack: NDArray[Any], **known: Any) -> 
 
 
 def phase_of_name(path: Path) -> str:
-    """ "prefill" or "decode" where the file's name says so, else empty."""
+    """ "prefill" or "decode" if the file's name contains it, else empty."""
     name = path.name.lower()
     found = [phase for phase in ("prefill", "decode") if phase in name]
     return found[0] if len(found) == 1 else ""

@@ -175,7 +175,7 @@ class PlacementSetFile(msgspec.Struct, forbid_unknown_fields=True):
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """One updater at a time; the lock goes with the process that holds it, killed or not."""
+    """One updater at a time; the kernel drops the lock when its holder ends, even by SIGKILL."""
     with path.with_name(f".{path.name}.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

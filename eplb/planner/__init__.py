@@ -1,6 +1,6 @@
 """Planners: from loads and the placement in use to a new placement; the policy says when.
 
-plan       plan_placement: checks, combines windows, makes, tells; the table of policies
+plan       plan_placement: checks, combines windows, plans, gives the reason; the table of policies
 policy     RebalancePolicy: stay, shares, a few moves or a full plan, and why
 cost       what a move costs and what balance saves, in time; price/: by the ranks' reports
 joint      one placement for several windows at once

@@ -47,7 +47,7 @@ class TimeCosts:
             require_choice(name, getattr(self, name), SOURCES)
 
     def moving(self, num_moves: int, num_ranks: int) -> float:
-        """Seconds of the whole job that fetching so many slots costs."""
+        """Seconds of the whole job that fetching this many slots costs."""
         return num_moves * self.seconds_per_slot * self.slowdown / num_ranks
 
     def step(self, balancedness: float) -> float:

@@ -170,7 +170,7 @@ def _choose(
     values = means[None, :, None] / paths.levels
     stop = Limits(limits.max_moves)
     if limits.cost is not None:
-        # Layers take turns, so a step's time goes with the sum of their hottest ranks.
+        # Layers take turns, so a step's time is proportional to the sum over layers of the hottest rank's load.
         cost = limits.cost
         seconds = cost.seconds_in_use * cost.moe_time_fraction
         values = -paths.levels * (seconds / paths.levels[0, :, 0].sum())

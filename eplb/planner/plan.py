@@ -52,7 +52,7 @@ class Plan:
         reason: one sentence.
         before, predicted: balancedness of the present placement and of this one, for the loads planned for.
         moves: ``[L]`` slots whose expert is not on that rank now.
-        notices: what the reader should know besides (too few tokens, the cost of a hierarchy, ...).
+        notices: further remarks for the reader (too few tokens, the cost of a hierarchy, ...).
     """
 
     placement: Placement

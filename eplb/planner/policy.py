@@ -42,7 +42,7 @@ class PolicySettings:
         share_mean_gain: ... and only if all layers together gain that much.
         target: moves stop where shares alone are expected to reach it.
         max_move_fraction: part of all slots that may move a window, on average over 20 windows.
-        move_burst: budgets of so many windows may be spent at once, after a change of traffic.
+        move_burst: budgets of this many windows may be spent at once, after a change of traffic.
         move_price: balancedness that moving all slots of a layer must gain; moves must also pay in time.
         noise_band: moves must gain this part of what sampling noise costs the loads they are planned from.
         costs: what a moved slot and imbalance cost in time.
@@ -100,7 +100,7 @@ class Decision:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """All that a decision depends on besides the placement: what a process without memory is sent.
+    """All that a decision depends on apart from the placement, so that a stateless process can make it.
 
     Attributes:
         expected: remembered windows and their weights.

@@ -22,7 +22,7 @@ class BackedUp:
 
 
 def back_up(source: Path, target: Path) -> BackedUp:
-    """Copy ``source``, as it is at one moment, to the new file ``target``; the writer is not kept waiting.
+    """Copy a consistent snapshot of ``source`` to the new file ``target``; the writer never waits.
 
     The copy is made beside its name, checked, and renamed. Raises FileNotFoundError for an absent source,
     FileExistsError for a target that is there, StoreError for a source that is no store or is damaged, OSError where

@@ -1,6 +1,6 @@
 """Whether the store's files are as this writer left them, and what it has acknowledged: so that damage is noticed.
 
-SQLite reads neither its log nor its file again while it writes: a file that is cut or overwritten by somebody else
+SQLite reads neither its log nor its file again while it writes: a file that is cut or overwritten by another process
 would keep taking windows that cannot be read after a crash.
 """
 
@@ -53,7 +53,7 @@ class Custody:
         self._file_stamp = _stamp(self._file)
 
     def changed(self) -> bool:
-        """Whether somebody else wrote to file or log (or removed them) since."""
+        """Whether another process wrote to file or log (or removed them) since."""
         if _stamp(self._log) != self._log_stamp:
             return True
         if not self.lock.acquire(blocking=False):
@@ -105,14 +105,14 @@ class Acknowledged:
         return True
 
     def add(self, windows: int, tokens: int) -> None:
-        """So many more are committed; raises OSError."""
+        """`windows` and `tokens` more are committed; raises OSError."""
         self.windows, self.tokens = self.windows + windows, self.tokens + tokens
         if self._file < 0:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.pwrite(self._file, f"{_MARK} {self.windows} {self.tokens}".ljust(_LENGTH - 1).encode() + b"\n", 0)
 
     def start(self, windows: int, tokens: int) -> str | None:
-        """The store holds so many; returns what is lost of what was acknowledged, None = nothing."""
+        """The store holds this many; returns what is lost of what was acknowledged, None = nothing."""
         lost = None
         if self.read() and (windows < self.windows or tokens < self.tokens):
             lost = (

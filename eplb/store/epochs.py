@@ -25,8 +25,8 @@ class EpochStore(StoreReader):
     """Epochs, events and settings. One writer at a time holds the file (the rebalancer locks it); the epoch check is
     the second fence.
 
-    ``damage``: what somebody did to the files meanwhile, None = nothing. ``loss``: what was acknowledged in an earlier
-    life and is not in the store, None = nothing.
+    ``damage``: what another process did to the files meanwhile, None = nothing. ``loss``: what was acknowledged in an
+    earlier life and is not in the store, None = nothing.
 
     Raises StoreError when the file cannot be made, opened or written, StaleEpochError from any write once another
        epoch has been registered.
@@ -132,7 +132,7 @@ class EpochStore(StoreReader):
                 raise
 
     def _check_files(self) -> None:
-        """In a transaction, so that no other writer is at work: StoreError once somebody has damaged the files."""
+        """In a transaction, so that no other writer is at work: StoreError once the files were damaged from outside."""
         if self.damage is None and self._custody.changed():
             version, known = self._version_of_data(), self._data_version
             self._data_version = version

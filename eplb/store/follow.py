@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evenroute.eplb.store.reader import StoreReader
-from evenroute.eplb.store.schema import IN_USE_EVENT, EventRow, WindowRow, counts_from_blob
+from evenroute.eplb.store.reader import WINDOWS, StoreReader
+from evenroute.eplb.store.schema import IN_USE_EVENT, EventRow, WindowRow
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,8 @@ class StoreFollower(StoreReader):
 
     def rolled_up(self, before: float) -> Iterator[WindowRow]:
         """Spans that retention summed up, with time < before, by time; and windows alone in theirs before the last."""
-        jobs = self.jobs()
-        query = (
-            "SELECT run, time, epoch, first_step, last_step, tokens, rank_steps, num_rank_windows, num_sources, "
-            "rolled_up, crc, counts FROM windows WHERE time < ? AND "
-            "time <= (SELECT max(time) FROM windows WHERE rolled_up > 0) ORDER BY time"
-        )
-        for *head, crc, blob in self._rows(query, (before,)):
-            job = self._job_of(jobs, head[0])
-            counts = counts_from_blob(blob, job.num_layers, job.num_logical_experts, crc=crc)  # type: ignore[arg-type]
-            yield WindowRow(*head, counts=counts)  # type: ignore[arg-type, misc]
+        newest = "(SELECT max(time) FROM windows WHERE rolled_up > 0)"
+        return self._window_rows(f"{WINDOWS} WHERE time < ? AND time <= {newest} ORDER BY time", (before,))
 
     def newest_window_time(self) -> float | None:
         """Seconds since 1970; None in a store without windows."""

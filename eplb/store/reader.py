@@ -27,6 +27,11 @@ from evenroute.eplb.store.schema import (
     placement_from_blobs,
 )
 
+WINDOWS = (
+    "SELECT run, time, epoch, first_step, last_step, tokens, rank_steps, num_rank_windows, num_sources, rolled_up, "
+    "crc, counts FROM windows"
+)
+
 
 class StoreReader:
     """Read-only view of a store, also while a rebalancer writes to it.
@@ -95,12 +100,11 @@ class StoreReader:
     def windows(self, start: float | None = None, end: float | None = None) -> Iterator[WindowRow]:
         """Fleet-wide windows with start <= time < end (seconds since 1970), by time; one at a time in memory."""
         bounds = (-math.inf if start is None else start, math.inf if end is None else end)
+        return self._window_rows(f"{WINDOWS} WHERE time >= ? AND time < ? ORDER BY time, last_step", bounds)
+
+    def _window_rows(self, query: str, arguments: Sequence[object]) -> Iterator[WindowRow]:
         jobs = self.jobs()
-        query = (
-            "SELECT run, time, epoch, first_step, last_step, tokens, rank_steps, num_rank_windows, num_sources, "
-            "rolled_up, crc, counts FROM windows WHERE time >= ? AND time < ? ORDER BY time, last_step"
-        )
-        for *head, crc, blob in self._rows(query, bounds):
+        for *head, crc, blob in self._rows(query, arguments):
             job = self._job_of(jobs, head[0])
             counts = counts_from_blob(blob, job.num_layers, job.num_logical_experts, crc=crc)  # type: ignore[arg-type]
             yield WindowRow(*head, counts=counts)  # type: ignore[arg-type, misc]
@@ -128,25 +132,17 @@ class StoreReader:
         self, *, run: int, start: float, end: float | None, rank: int | None, offset: int, limit: int
     ) -> list[WindowRow]:
         """Windows of `run` stored from `start` to `end`, fleet-wide or of one rank, by step: a page of them."""
-        job = self._job_of(self.jobs(), run)
+        self._job_of(self.jobs(), run)
         if rank is None:
-            query = (
-                "SELECT run, time, epoch, first_step, last_step, tokens, rank_steps, num_rank_windows, num_sources, "
-                "rolled_up, crc, counts FROM windows WHERE run = ?1 AND time >= ?2 AND time <= ?3 "
-                "ORDER BY last_step LIMIT ?5 OFFSET ?6"
-            )
+            query = f"{WINDOWS} WHERE run = ?1 AND time >= ?2 AND time <= ?3 ORDER BY last_step LIMIT ?5 OFFSET ?6"
         else:
             query = (
                 "SELECT run, time, 0, first_step, last_step, tokens, last_step - first_step + 1, 1, 1, 0, NULL, counts "
                 "FROM rank_windows WHERE run = ?1 AND time >= ?2 AND time <= ?3 AND rank = ?4 "
                 "ORDER BY seq LIMIT ?5 OFFSET ?6"
             )
-        found = []
         bounds = (run, start, math.inf if end is None else end, rank, limit, offset)
-        for *head, crc, blob in self._rows(query, bounds):
-            counts = counts_from_blob(blob, job.num_layers, job.num_logical_experts, crc=crc)  # type: ignore[arg-type]
-            found.append(WindowRow(*head, counts=counts))  # type: ignore[arg-type, misc]
-        return found
+        return list(self._window_rows(query, bounds))
 
     def rank_states(self, run: int | None = None) -> list[RankState]:
         """How completely each rank's stream is held, by run and rank."""
@@ -161,24 +157,14 @@ class StoreReader:
         order = "DESC" if newest_first else "ASC"
         query = (
             "SELECT time, epoch, version, digest, num_layers, num_logical_experts, ep_size, num_nodes, "
-            "physical_to_logical, shares, balancedness_before, balancedness_predicted, moves, policy, reason "
+            "physical_to_logical, shares, moves, policy, reason, balancedness_before, balancedness_predicted "
             f"FROM placements ORDER BY epoch {order}, version {order}"
         )
         for row in self._rows(query):
-            time, epoch, version, digest, layers, experts, ep_size, nodes, slots, shares = row[:10]
-            before, predicted, moves, policy, reason = row[10:]
-            placement = placement_from_blobs(
-                slots,  # type: ignore[arg-type]
-                shares,  # type: ignore[arg-type]
-                digest=digest,  # type: ignore[arg-type]
-                num_layers=layers,  # type: ignore[arg-type]
-                num_logical_experts=experts,  # type: ignore[arg-type]
-                ep_size=ep_size,  # type: ignore[arg-type]
-                num_nodes=nodes,  # type: ignore[arg-type]
-            )
+            key, digest, sizes, (slots, shares, moves), about = row[:3], row[3], row[4:8], row[8:11], row[11:]
+            placement = placement_from_blobs(slots, shares, digest, sizes)  # type: ignore[arg-type]
             moved = np.frombuffer(moves, dtype="<i8").astype(np.int64)  # type: ignore[call-overload]
-            about = (placement, before, predicted, moved, policy, reason)
-            yield PublishedPlacement(time, epoch, version, *about)  # type: ignore[arg-type]
+            yield PublishedPlacement(*key, placement, moved, *about)  # type: ignore[arg-type, call-arg]
 
     def row(self, digest: int) -> PlacementRow | None:
         """The layer's row kept under `digest`; None when unknown."""
@@ -197,7 +183,7 @@ class StoreReader:
         return next(self.placements(newest_first=True), None)
 
     def events(self, *, last: int | None = None) -> list[EventRow]:
-        """Events, oldest first; only the last so many if `last` is given."""
+        """Events, oldest first; only the last `last` of them if given."""
         query = "SELECT time, epoch, kind, text FROM events ORDER BY id DESC LIMIT ?"
         last = -1 if last is None else last
         rows = list(self._rows(query, (last,)))
@@ -221,7 +207,7 @@ class StoreReader:
         return None
 
     def copy_to(self, target: Path) -> None:
-        """All of it, as it is at one moment, into an empty file; StoreError unless the copy is whole."""
+        """A consistent snapshot of all of it, into an empty file; StoreError unless the copy is whole."""
         with self._errors(), closing(sqlite3.connect(target, isolation_level=None)) as copy:
             self._connection.backup(copy)  # one step; in WAL mode no writer waits for it
             copy.execute("PRAGMA journal_mode = DELETE")

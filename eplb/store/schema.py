@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -179,11 +180,11 @@ class PublishedPlacement:
     epoch: int
     version: int
     placement: Placement
-    balancedness_before: float | None
-    balancedness_predicted: float | None
     moves: NDArray[np.int64]
     policy: str
     reason: str
+    balancedness_before: float | None = None
+    balancedness_predicted: float | None = None
 
 
 @dataclass(frozen=True)
@@ -215,17 +216,10 @@ def counts_from_blob(
     return np.frombuffer(blob, dtype="<i8").reshape(num_layers, num_logical_experts).astype(np.int64)
 
 
-def placement_from_blobs(
-    slots: bytes,
-    shares: bytes | None,
-    *,
-    digest: int,
-    num_layers: int,
-    num_logical_experts: int,
-    ep_size: int,
-    num_nodes: int,
-) -> Placement:
-    """Rebuild and validate a placement; StoreError when the bytes do not form the one with this digest."""
+def placement_from_blobs(slots: bytes, shares: bytes | None, digest: int, sizes: Sequence[int]) -> Placement:
+    """Rebuild and validate a placement of `sizes` (layers, experts, ranks, nodes); StoreError when the bytes do not
+    form the one with this digest."""
+    num_layers, num_logical_experts, ep_size, num_nodes = sizes
     try:
         rows = np.frombuffer(slots, dtype="<i4").reshape(num_layers, -1).astype(np.int32)
         sets = unpack_shares(shares, rows.shape)

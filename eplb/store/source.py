@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from evenroute.eplb._fields import JOB_FIELDS, named
 from evenroute.eplb.loads.decoding import damaged
 from evenroute.eplb.loads.source import LoadSource, LoadWindow, PlacementEvent
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.store.schema import IN_USE_EVENT, PRICE_SETTING, JobRow, PublishedPlacement, decode_in_use
 from evenroute.eplb.store.writer import StoreError, StoreReader
+
+_WINDOW = ("counts", "time", "first_step", "last_step", "tokens", "complete")
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
 
@@ -60,30 +63,16 @@ def read_store(path: Path) -> LoadSource:
                 for row in again.windows():
                     if row.run not in runs:
                         continue
-                    yield LoadWindow(
-                        row.counts,
-                        time=row.time,
-                        first_step=row.first_step,
-                        last_step=row.last_step,
-                        tokens=row.tokens,
-                        complete=row.complete,
-                    )
+                    yield LoadWindow(**named(_WINDOW, row))
         except StoreError as error:
             raise _named(path, error) from None
 
     return LoadSource(
         path=path,
         kind="evenroute store",
-        num_layers=job.num_layers,
-        num_logical_experts=job.num_logical_experts,
+        **named((*JOB_FIELDS, "phase"), job),
         open_windows=open_windows,
         ranks=tuple(sorted({state.rank for state in states})),
-        ep_size=job.ep_size,
-        num_nodes=job.num_nodes,
-        num_slots=job.num_slots,
-        top_k=job.top_k,
-        model=job.model,
-        phase=job.phase,
         placements=used or published,
         placements_are="in use" if used else "published",
         measured=measured,

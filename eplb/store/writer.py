@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb.placement.classes import pack_shares
-from evenroute.eplb.placement.placement import Placement, PlacementRow
+from evenroute.eplb.placement.placement import PlacementRow
 from evenroute.eplb.store.epochs import EpochStore
 from evenroute.eplb.store.reader import StoreReader
 from evenroute.eplb.store.schema import (
@@ -201,30 +201,19 @@ class HistoryStore(EpochStore):
         while len(self._open_rows) > _OPEN_ROWS:
             self._open_rows.popitem(last=False)
 
-    def add_placement(
-        self,
-        placement: Placement,
-        *,
-        epoch: int,
-        version: int,
-        now: float,
-        moves: NDArray[np.int64],
-        policy: str,
-        reason: str,
-        balancedness_before: float | None = None,
-        balancedness_predicted: float | None = None,
-    ) -> None:
+    def add_placement(self, published: PublishedPlacement) -> None:
         """Persist a placement and its rows; to be called before it is sent to anyone."""
-        with self._transaction(epoch) as connection:
+        placement = published.placement
+        with self._transaction(published.epoch) as connection:
             rows = (placement.row(layer) for layer in range(placement.num_layers))
             self._keep_rows(connection, zip(placement.row_digests().tolist(), rows, strict=True))
             topology = placement.topology
             connection.execute(
                 "INSERT INTO placements VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
-                    epoch,
-                    version,
-                    now,
+                    published.epoch,
+                    published.version,
+                    published.time,
                     placement.num_layers,
                     placement.num_logical_experts,
                     topology.ep_size,
@@ -232,11 +221,11 @@ class HistoryStore(EpochStore):
                     placement.physical_to_logical.astype("<i4").tobytes(),
                     pack_shares(placement.physical_to_logical, placement.shares, placement.classes),
                     placement.digest(),
-                    balancedness_before,
-                    balancedness_predicted,
-                    moves.astype("<i8").tobytes(),
-                    policy,
-                    reason,
+                    published.balancedness_before,
+                    published.balancedness_predicted,
+                    published.moves.astype("<i8").tobytes(),
+                    published.policy,
+                    published.reason,
                 ),
             )
 

@@ -60,14 +60,25 @@ def moe_align_block_size(
 
     Raises ValueError for wrong shapes, dtypes and names.
     """
-    _check_arguments(ids, block_size, num_experts, invalid, slot_histogram, cumsum, inverse, out)
+    require_tensor("ids", ids, dtypes=ID_DTYPES)
+    require_choice("invalid", invalid, INVALID)
+    numel, device = ids.numel(), ids.device
+    check_sizes(numel, block_size, num_experts)
+    for name, tensor, length in (
+        ("slot_histogram", slot_histogram, num_experts),
+        ("cumsum", cumsum, num_experts + 2),
+        ("inverse", inverse, numel),
+    ):
+        if tensor is not None:
+            require_output(name, tensor, (length,), torch.int32, device)
+    if out is not None:
+        check_buffers(out, numel, block_size, num_experts, device)
     require_choice("backend", backend, BACKENDS)
     require_bool("pdl", pdl)
     if backend == "triton" and not ids.is_cuda:
         raise ValueError(f"backend='triton' needs CUDA tensors, ids lie on {ids.device}")
-    numel = ids.numel()
     if out is None:
-        out = AlignBuffers.allocate(numel, block_size, num_experts, device=ids.device)
+        out = AlignBuffers.allocate(numel, block_size, num_experts, device=device)
     flat = ids.reshape(-1).contiguous()  # a reshaped view can have a stride, which the kernels do not take
     if backend == "auto":
         backend = "triton" if ids.is_cuda else "reference"
@@ -123,28 +134,3 @@ def moe_align_block_size_torch(
     if inverse is not None:
         inverse.fill_(-1)
         inverse[order[kept]] = place[kept].to(torch.int32)
-
-
-def _check_arguments(
-    ids: Tensor,
-    block_size: int,
-    num_experts: int,
-    invalid: str,
-    slot_histogram: Tensor | None,
-    cumsum: Tensor | None,
-    inverse: Tensor | None,
-    out: AlignBuffers | None,
-) -> None:
-    require_tensor("ids", ids, dtypes=ID_DTYPES)
-    require_choice("invalid", invalid, INVALID)
-    numel, device = ids.numel(), ids.device
-    check_sizes(numel, block_size, num_experts)
-    for name, tensor, length in (
-        ("slot_histogram", slot_histogram, num_experts),
-        ("cumsum", cumsum, num_experts + 2),
-        ("inverse", inverse, numel),
-    ):
-        if tensor is not None:
-            require_output(name, tensor, (length,), torch.int32, device)
-    if out is not None:
-        check_buffers(out, numel, block_size, num_experts, device)

@@ -92,7 +92,7 @@ def align_once_kernel(
 
     The own elements are bits of masks, one a valid bucket: an element's rank is the number of bits before it.
     COUNTED: the router has counted. SHARED: masks and counts by atomics in shared memory (DECLARE), else, for
-    the interpreter, by reductions. BITS of a mask's words: so many that a bucket's words lie in one warp.
+    the interpreter, by reductions. BITS of a mask's words: as many as keep a bucket's words in one warp.
     `ids_ptr` is read by single words on purpose: after loads of 16 bytes the batch is moved through shared memory.
     """
     program = tl.program_id(0)

@@ -35,7 +35,7 @@ class BatchState:
         self._kept.append(self.words)
 
     def hold(self, rows: int) -> None:
-        """Make room for a batch of so many rows; ValueError inside the capture of a graph."""
+        """Make room for a batch of this many rows; ValueError inside the capture of a graph."""
         if rows <= self.rows:
             return
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -12,7 +12,7 @@ import triton.language as tl
 EXCLUDED = tl.constexpr(-(2**31))
 EXHAUSTED = tl.constexpr(
     2**31 - 1
-)  # a truncated list ran out: above every key, so that the row betrays itself
+)  # a truncated list ran out: above every key, so that the row is recognised
 
 
 @triton.jit

@@ -29,7 +29,7 @@ def overflow_chance(top_k: int, lanes: int, depth: int) -> float:
 
 
 def list_depth(top_k: int, per_lane: int, lanes: int, num_tokens: int) -> int:
-    """Entries a lane keeps: all of up to 8, else so many that one launch in 10 has a row on the slow path."""
+    """Entries a lane keeps: all of up to 8, else as few as put a row on the slow path in one launch of 10."""
     needed = min(top_k, per_lane)
     if per_lane <= 8:
         return needed

@@ -57,7 +57,7 @@ def load_chunk(logits, exists, chunk, LAYOUT: tl.constexpr, SCORE: tl.constexpr)
     mask = tl.broadcast_to(exists[:, :, None], [32, LAYOUT.rows, 4])
     if LAYOUT.ragged:
         mask = mask & present
-    # Tells the compiler to lay lanes out first: see `plan`.
+    # Makes the compiler lay lanes out first: see `plan`.
     pointer = tl.max_contiguous(logits[:, :, None] + expert, [2, 1, 4])
     return clean_logit(tl.load(pointer, mask=mask, other=float("-inf")), SCORE)
 

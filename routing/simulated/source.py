@@ -6,7 +6,7 @@
 `zipf`         logits = Gumbel noise + log popularity, popularity Zipf(a), its order drawn per layer
 `trace`        logits whose top-k follow each layer's frequencies in a load file
 
-`LogitSource.rewrites_ids` tells the two kinds that give ids (`ids`, `weights`) from the three that give logits
+`LogitSource.rewrites_ids` distinguishes the two kinds that give ids (`ids`, `weights`) from the three that give logits
 (`logits`). Everything is a function of (seed, rank, step, layer): replays agree, and with `shared=True` all ranks
 draw the same rows. Noise comes from a pool drawn once and cut at hashed places, so that a call costs a slice and an
 addition (real logits all the same: they go through the real router).
@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenroute.routing.simulated.tables import RoutingShape, TraceTables
+from evenroute.routing.settings.config import RouterConfig
+from evenroute.routing.simulated.tables import TraceTables
 from evenroute.routing.simulated.trace import NUM_ORDERS, build_trace_design, moe_layers
 
 KINDS = ("fake", "uniform", "round-robin", "zipf", "trace")
@@ -48,7 +49,7 @@ class LogitSource:
     def __init__(
         self,
         kind: str,
-        config: RoutingShape,
+        config: RouterConfig,
         num_layers: int,
         seed: int,
         *,

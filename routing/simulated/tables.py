@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
+from evenroute.routing.settings.config import RouterConfig
 from evenroute.routing.simulated.trace import TraceDesign
 
 _LOGIT_SPAN = 8.0
 
 
-class RoutingShape(Protocol):
-    """The part of `RouterConfig` that the sources read (`softcap` too, where present)."""
-
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def num_groups(self) -> int: ...
-    @property
-    def topk_group(self) -> int: ...
-
-
 class TraceTables:
     """`TraceDesign` on the device, and the logits that make a router choose the sets drawn from it."""
 
-    def __init__(self, design: TraceDesign, config: RoutingShape, device: torch.device) -> None:
+    def __init__(self, design: TraceDesign, config: RouterConfig, device: torch.device) -> None:
         self.design = design
         self.top_k = config.top_k
         self.kept = config.topk_group if design.group_mass.shape[1] > 1 else 1

@@ -17,7 +17,7 @@ from evenroute.eplb._compiled import kernel
 from evenroute.eplb.placement.placement import SHARE_TOTAL
 
 TREE_REPLICAS = 4
-"""Up to so many replicas `dispatch.split_shares` needs no table."""
+"""Up to this many replicas `dispatch.split_shares` needs no table."""
 _MAX_REPLICAS = 1 << 10
 _CACHED = 1024  # orders, 32 KiB each up to 16 replicas
 

@@ -19,7 +19,7 @@ from evenroute.dist.wire.control import RankHealth, RebalancerStatus
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.plan import plan_placement
-from evenroute.eplb.store.schema import IN_USE_EVENT, JobRow, RankWindowRow, encode_in_use
+from evenroute.eplb.store.schema import IN_USE_EVENT, JobRow, PublishedPlacement, RankWindowRow, encode_in_use
 from evenroute.eplb.store.writer import HistoryStore
 from support.fake_control import status
 
@@ -85,15 +85,17 @@ class Story:
         self.version += 1
         self.live = plan.placement
         self.store.add_placement(
-            plan.placement,
-            epoch=EPOCH,
-            version=self.version,
-            now=moment,
-            moves=plan.moves,
-            policy=plan.policy,
-            reason=plan.reason,
-            balancedness_before=plan.before.total,
-            balancedness_predicted=plan.predicted.total,
+            PublishedPlacement(
+                moment,
+                EPOCH,
+                self.version,
+                plan.placement,
+                plan.moves,
+                plan.policy,
+                plan.reason,
+                balancedness_before=plan.before.total,
+                balancedness_predicted=plan.predicted.total,
+            )
         )
         self.use(moment + 2.0)
 

@@ -3,9 +3,6 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
-import numpy as np
-from numpy.typing import NDArray
-
 from evenroute.dist.protocol.store import (
     JobRow,
     PublishedPlacement,
@@ -79,33 +76,9 @@ class MemoryStore:
                 self.missing[window.run, window.rank] = missing + window.seq - last - 1
         return receipts
 
-    def add_placement(
-        self,
-        placement: Placement,
-        *,
-        epoch: int,
-        version: int,
-        now: float,
-        moves: NDArray[np.int64],
-        policy: str,
-        reason: str,
-        balancedness_before: float | None = None,
-        balancedness_predicted: float | None = None,
-    ) -> None:
-        self.check(epoch)
-        self._insert(
-            PublishedPlacement(
-                now,
-                epoch,
-                version,
-                placement,
-                balancedness_before,
-                balancedness_predicted,
-                moves,
-                policy,
-                reason,
-            )
-        )
+    def add_placement(self, published: PublishedPlacement) -> None:
+        self.check(published.epoch)
+        self._insert(published)
 
     def _insert(self, row: PublishedPlacement) -> None:
         key = (row.epoch, row.version)

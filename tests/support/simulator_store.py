@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from evenroute.dist.protocol.store import RankWindowRow, Receipt
+from evenroute.dist.protocol.store import PublishedPlacement, RankWindowRow, Receipt
 from evenroute.dist.wire.messages import JobShape
-from evenroute.eplb.placement.placement import Placement, PlacementRow
+from evenroute.eplb.placement.placement import PlacementRow
 from support.memory_store import MemoryStore
 from support.simulator_history import History, SealRecord, WriteRecord
 
@@ -34,9 +34,9 @@ class SimStore(MemoryStore):
         self._wrote(epoch, "windows")
         return receipts
 
-    def add_placement(self, placement: Placement, *, epoch: int, **other: Any) -> None:
-        super().add_placement(placement, epoch=epoch, **other)
-        self._wrote(epoch, "a placement")
+    def add_placement(self, published: PublishedPlacement) -> None:
+        super().add_placement(published)
+        self._wrote(published.epoch, "a placement")
 
     def keep_row(self, digest: int, row: PlacementRow, *, epoch: int | None) -> None:
         super().keep_row(digest, row, epoch=epoch)

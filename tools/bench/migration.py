@@ -197,19 +197,8 @@ def main(argv: list[str] | None = None) -> int:
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=args.limit_s)
     )
     groups = ModelGroups.make(device)
-    sizes = ModelSizes(
-        args.layers,
-        args.experts,
-        args.slots,
-        args.top_k,
-        args.hidden,
-        args.intermediate,
-        args.staging_layers,
-        int(args.chunk_mib * 2**20),
-        args.zipf_exponent,
-        verify=args.verify,
-        transfer_limit_s=args.transfer_limit_s,
-    )
+    limit_s = args.transfer_limit_s
+    sizes = ModelSizes.of(args, args.slots, verify=args.verify, transfer_limit_s=limit_s)
     bench = ModelBench(BenchModel(sizes, device, groups), args)
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu (gloo)",

@@ -134,9 +134,7 @@ def parse_router(argv: list[str]) -> argparse.Namespace:
     add("--json", action="store_true", help="one JSON object on stdout and nothing else")
     args = parser.parse_args(argv)
     args.model = args.model or list(MODEL_SHAPES)
-    for model in args.model:
-        if model not in MODEL_SHAPES:
-            parser.error(f"--model: found {model!r}, expected of {', '.join(MODEL_SHAPES)}")
+    parser.require_each("--model", args.model, list(MODEL_SHAPES))
     words = args.rows.split(",")
     if not all(word.strip().isdigit() and int(word) for word in words):
         parser.error(f"--rows: found {args.rows!r}, expected numbers of at least 1 with commas between")
@@ -163,9 +161,7 @@ def parse_migration(argv: list[str], on_gpu: bool | None = None) -> argparse.Nam
     add("--report", type=Path, help="write the JSON object here, too")
     args = parser.parse_args(argv)
     args.parts = args.parts.split(",")
-    for part in args.parts:
-        if part not in PARTS:
-            parser.error(f"--parts: found {part!r}, expected of {', '.join(PARTS)}")
+    parser.require_each("--parts", args.parts, PARTS)
     if "damage" in args.parts and not args.verify:
         parser.error("--parts: found 'damage' without --verify, which is what notices it")
     return args
@@ -212,12 +208,9 @@ def parse_ep(argv: list[str], on_gpu: bool | None = None) -> argparse.Namespace:
     except ValueError:
         parser.error(f"--redundant: found {args.redundant!r}, expected numbers with commas between")
     args.dispatch = args.dispatch.split(",")
-    for name in args.dispatch:
-        if name not in DISPATCHES:
-            parser.error(f"--dispatch: found {name!r}, expected of {', '.join(DISPATCHES)}")
-    for name in ("layers", "experts", "top_k", "tokens", "window_steps", "windows", "after_steps", "inputs"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: found {getattr(args, name)}, expected at least 1")
+    parser.require_each("--dispatch", args.dispatch, DISPATCHES)
+    parser.require_some(args, "layers", "experts", "top_k", "tokens")
+    parser.require_some(args, "window_steps", "windows", "after_steps", "inputs")
     if not args.zipf and not args.loads:
         parser.error("--no-zipf: found without --loads, expected some traffic")
     return args
@@ -305,9 +298,7 @@ def parse_elastic(argv: list[str]) -> argparse.Namespace:
     """`args.kill_rank`, `args.stop_rank` and `args.leave` are lists of (rank, step)."""
     parser = elastic_parser()
     args = parser.parse_args(argv)
-    for name in ("ranks", "steps", "experts", "slots", "layers"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}: found {getattr(args, name)}, expected at least 1")
+    parser.require_some(args, "ranks", "steps", "experts", "slots", "layers")
     if args.ranks * args.slots < args.experts:
         parser.error(
             f"--ranks: {args.ranks} ranks with {args.slots} slots each found, expected room for {args.experts} experts"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenroute.tools.errors import check_output
-from evenroute.tools.options import AsJson, Layout, NumExperts
+from evenroute.tools.options import AsJson, Layout, NumExperts, Unfinished
 from evenroute.tools.report.words import visible
 
 if TYPE_CHECKING:
@@ -31,13 +31,6 @@ TopK = Annotated[int | None, typer.Option(min=1, help="Experts a token, for Tens
 DropShares = Annotated[bool, typer.Option("--drop-shares", help="Write uneven shares as even ones.")]
 Key = Annotated[str | None, typer.Option(help="Put the placement into the set OUT under this key.")]
 FromKey = Annotated[str | None, typer.Option(help="Take this key of the set IN.")]
-Unfinished = Annotated[
-    bool,
-    typer.Option(
-        "--unfinished",
-        help="Also read dumps that a killed rank never finished, up to their last whole record.",
-    ),
-]
 
 
 def convert(

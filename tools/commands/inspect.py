@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from evenroute.tools.errors import check_output
-from evenroute.tools.options import AsJson, Layout, NumExperts
-from evenroute.tools.report.facts import Settings, difference, placement_override, source_facts
+from evenroute.tools.options import AsJson, Layout, NumExperts, Unfinished
 from evenroute.tools.report.words import one_line, visible
 
 if TYPE_CHECKING:
     from evenroute.eplb.analysis.history import History
+    from evenroute.eplb.analysis.inspection import InspectSettings
 
 
 Paths = Annotated[
@@ -28,13 +29,6 @@ OnPlacement = Annotated[Path | None, typer.Option(help="Put the loads on this pl
 EpSize = Annotated[int | None, typer.Option(min=1, help="Ranks, where the file does not state them.")]
 NumNodes = Annotated[int | None, typer.Option(min=1, help="Nodes that hold the ranks.")]
 NumSlots = Annotated[int | None, typer.Option(min=1, help="Slots over all ranks.")]
-Unfinished = Annotated[
-    bool,
-    typer.Option(
-        "--unfinished",
-        help="Also read dumps that a killed rank never finished, up to their last whole record.",
-    ),
-]
 Top = Annotated[int, typer.Option(min=1, help="How many experts and ranks to list.")]
 PlanSlots = Annotated[
     int | None,
@@ -65,29 +59,38 @@ def inspect(
     unfinished: Unfinished = False,
 ) -> None:
     """Show loads, balancedness, hot experts and ranks, placements and their effect."""
+    from evenroute.eplb.analysis.inspection import InspectSettings, difference, facts_of_sources
+    from evenroute.tools.inputs import open_placement, open_sources, tell_unfinished
+
     ranges = tuple(window_range(text) for text in windows or [])
     if plan_slots is not None and diff:
         raise ValueError(f"--plan-slots {plan_slots}: not with --diff, which compares loads")
     check_output("--html", html)
     check_output("--png", png)
-    settings = Settings(
-        layer,
-        diff,
-        ranges,
-        placement,
-        ep_size,
-        num_nodes,
-        num_slots,
-        num_experts,
-        layout,
-        top,
-        as_json,
-        plan_slots,
-        html,
-        png,
-        unfinished,
-    )
-    raise typer.Exit(run(paths, settings))
+    settings = InspectSettings(layer, ranges, ep_size, num_nodes, num_slots, top, plan_slots)
+    opened = open_sources(paths, num_experts, layout, unfinished=unfinished)
+    if not opened.sources and (lines := opened.errors or opened.unfinished):
+        raise ValueError(lines[0] + _more(len(lines) - 1))
+    override = None if placement is None else open_placement(placement)
+    if diff:
+        if opened.errors:
+            raise ValueError(opened.errors[0] + _more(len(opened.errors) - 1))
+        result, histories = difference(opened.sources, settings, override)
+    else:
+        result, histories = facts_of_sources(opened.sources, settings, override, opened.errors)
+    pictures = {name: path for name, path in (("html", html), ("png", png)) if path is not None}
+    if pictures:
+        _draw(histories, settings, pictures)
+    result["unfinished"] = opened.unfinished
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        _show(result, list(pictures.values()))
+        for line in opened.unfinished:
+            tell_unfinished(line)
+    for error in result["errors"]:
+        typer.echo(f"evenroute: error: {one_line(error)}", err=True)
+    raise typer.Exit(2 if result["errors"] else 0)
 
 
 def window_range(text: str) -> tuple[int, int | None]:
@@ -102,56 +105,25 @@ def window_range(text: str) -> tuple[int, int | None]:
     return bounds
 
 
-def run(paths: list[Path], settings: Settings) -> int:
-    """Read, show, and give the exit status: 2 when something could not be read."""
-    from evenroute.tools.inputs import open_sources, tell_unfinished
-
-    opened = open_sources(paths, settings.num_experts, settings.layout, unfinished=settings.unfinished)
-    if not opened.sources and (lines := opened.errors or opened.unfinished):
-        raise ValueError(lines[0] + _more(len(lines) - 1))
-    override = placement_override(settings)
-    if settings.diff:
-        if opened.errors:
-            raise ValueError(opened.errors[0] + _more(len(opened.errors) - 1))
-        result, histories = difference(opened.sources, settings, override)
-    else:
-        result, histories = source_facts(opened.sources, settings, override, opened.errors)
-    if settings.html or settings.png:
-        _pictures(histories, settings)
-    result["unfinished"] = opened.unfinished
-    _show(result, settings)
-    if not settings.as_json:
-        for line in opened.unfinished:
-            tell_unfinished(line)
-    for error in result["errors"]:
-        typer.echo(f"evenroute: error: {one_line(error)}", err=True)
-    return 2 if result["errors"] else 0
-
-
 def _more(count: int) -> str:
     return f" (and {count} more)" if count > 0 else ""
 
 
-def _pictures(histories: list[History], settings: Settings) -> None:
+def _draw(histories: list[History], settings: InspectSettings, pictures: dict[str, Path]) -> None:
     from evenroute.tools.report.pictures import history_html, history_png
 
     if not histories:
         raise ValueError("--html and --png need a source of loads")
-    if settings.html is not None:
-        history_html(settings.html, histories, settings)
-    if settings.png is not None:
-        history_png(settings.png, histories, settings)
+    if "html" in pictures:
+        history_html(pictures["html"], histories, settings)
+    if "png" in pictures:
+        history_png(pictures["png"], histories, settings)
 
 
-def _show(result: dict[str, Any], settings: Settings) -> None:
+def _show(result: dict[str, Any], written: list[Path]) -> None:
     from evenroute.tools.report import detail as report_detail
     from evenroute.tools.report import text as report_text
 
-    if settings.as_json:
-        import json
-
-        typer.echo(json.dumps(result))
-        return
     console = report_text.console()
     if "diff" in result:
         console.print(report_detail.diff(result["diff"]))
@@ -170,6 +142,5 @@ def _show(result: dict[str, Any], settings: Settings) -> None:
         if "layer" in facts:
             console.print()
             console.print(report_detail.layer_detail(facts["layer"], console.width))
-    for path in (settings.html, settings.png):
-        if path is not None:
-            console.print(f"wrote {visible(str(path))}")
+    for path in written:
+        console.print(f"wrote {visible(str(path))}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MODES = ("stat", "per_pass", "per_token")
 _LISTED = 16
 _OVER = {"ended", "refused", "failed", "lost"}
-_SILENT_S = 2.0  # ranks tell every half second or more often
+_SILENT_S = 2.0  # ranks report every half second or more often
 
 Keys = Annotated[Path | None, typer.Option(help="operator.toml (dump: viewer.toml will do).")]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
@@ -152,7 +152,7 @@ def _state(rank: RankHealth) -> str:
 def _wait(
     address: str, keys: Path | None, timeout_s: float, done: Callable[[RankHealth], bool]
 ) -> RebalancerStatus:
-    """The status once all ranks are `done`, or as it is after the limit."""
+    """The status once all ranks are `done`, or the last one before the limit."""
     from evenroute.dist.client import ControlClient
 
     deadline = time.monotonic() + timeout_s
@@ -250,24 +250,16 @@ def write_dump(
     import numpy as np
 
     from evenroute.dist.client import read_recording
+    from evenroute.eplb._fields import JOB_FIELDS, named
     from evenroute.eplb.dump.format import DumpHeader
     from evenroute.eplb.dump.writer import DumpWriter
-    from evenroute.eplb.loads.source import LoadWindow
+    from evenroute.eplb.loads.source import LoadWindow, Scope
 
     parts = read_recording(address, rank=rank, keys=keys, timeout_s=timeout_s)
     first = next(parts)
     shape = (first.num_layers, first.num_logical_experts)
-    header = DumpHeader(
-        num_layers=first.num_layers,
-        num_logical_experts=first.num_logical_experts,
-        scope="job" if rank is None else "rank",
-        rank=rank,
-        ep_size=first.ep_size,
-        num_nodes=first.num_nodes,
-        num_slots=first.num_slots,
-        top_k=first.top_k,
-        model=first.model,
-    )
+    scope: Scope = "job" if rank is None else "rank"
+    header = DumpHeader(scope=scope, rank=rank, **named(JOB_FIELDS, first))
     number = tokens = 0
     with DumpWriter(output, header, replaces_left=True) as writer:
         for window in (window for part in itertools.chain((first,), parts) for window in part.windows):

@@ -5,7 +5,6 @@ detail     its tables of one layer and of a difference
 words      figures and names as all commands show them
 page       the page of --html, without its data in page.html
 pictures   its data, and --png
-facts      what inspect gathers
 advice     the text of advise
 replay     the table of replay
 top        the screen of top

@@ -3,88 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenroute.eplb._io import write_beside_and_rename
 from evenroute.eplb.analysis.facts import derived_tokens, named_balancedness, placement_facts
-from evenroute.eplb.analysis.history import History, Using
+from evenroute.eplb.analysis.history import History
+from evenroute.eplb.analysis.inspection import InspectSettings, planned
 from evenroute.eplb.loads.balance import Balancedness, RankLoadMap, balancedness
 from evenroute.eplb.loads.skew import skew
-from evenroute.eplb.placement.placement import Placement
-from evenroute.eplb.placement.topology import Topology
-from evenroute.eplb.planner.plan import figure, plan_placement
-from evenroute.tools.report.words import visible
+from evenroute.tools.report.words import plural, visible
 
 
-class Asked(Protocol):
-    """The options that pictures depend on."""
-
-    @property
-    def plan_slots(self) -> int | None: ...
-
-    @property
-    def num_nodes(self) -> int | None: ...
-
-
-def planned(history: History, settings: Asked) -> tuple[Placement, int, str]:
-    """A full plan for the history's totals: placement, moves from the placement in use, and its reason."""
-    using = history.using
-    assert using is not None
-    topology = Topology(using.ep_size, settings.num_nodes or history.source.num_nodes)
-    current = current_placement(history, using)
-    slots = settings.plan_slots or using.num_slots
-    if settings.plan_slots is None and slots == history.source.num_logical_experts:
-        slots += using.ep_size  # one redundant slot a rank: without any, a plan can only exchange places
-    start = None if current is None else widened(_on(current, topology), slots)
-    plan = plan_placement(history.total, topology=topology, num_slots=slots, current=start)
-    moves = plan.moves if current is None else _on(current, topology).moved_slots(plan.placement)
-    balance = history.balancedness()
-    before = None if balance is None else balance.mean
-    reason = f"full plan: balancedness {figure(before)} -> {figure(plan.predicted.mean)}, {int(moves.sum()):,} moves"
-    return plan.placement, int(moves.sum()), reason
-
-
-def widened(placement: Placement, num_slots: int) -> Placement | None:
-    """The placement with more slots a rank, filled with experts that the rank lacks; None for fewer slots.
-
-    A plan for more slots compares itself with it, and so keeps experts where they are.
-    """
-    ranks = placement.topology.ep_size
-    if num_slots == placement.num_slots:
-        return placement
-    if num_slots < placement.num_slots or num_slots % ranks:
-        return None
-    more = num_slots // ranks - placement.num_local_slots
-    experts = placement.num_logical_experts
-    rows = placement.physical_to_logical.reshape(placement.num_layers, ranks, -1)
-    held = placement.holds()
-    # A rank's first missing experts, looked for from a different place on every rank.
-    order = (np.arange(experts)[None, :] + np.arange(ranks)[:, None] * more) % experts
-    missing = ~np.take_along_axis(held, np.broadcast_to(order, held.shape), axis=2)
-    place = np.argsort(~missing, axis=2, kind="stable")[:, :, :more]
-    extra = np.take_along_axis(np.broadcast_to(order, held.shape), place, axis=2)
-    wide = np.concatenate([rows, extra.astype(np.int32)], axis=2).reshape(placement.num_layers, num_slots)
-    return Placement(wide, experts, placement.topology)
-
-
-def _on(placement: Placement, topology: Topology) -> Placement:
-    """The same rows over a topology with other nodes."""
-    if placement.topology == topology:
-        return placement
-    return replace(placement, topology=topology)
-
-
-def current_placement(history: History, using: Using) -> Placement | None:
-    """The placement used last, where it is one that obeys the rules."""
-    return history.achieved[-1].event.placement if history.achieved else using.placement
-
-
-def page_data(histories: Sequence[History], settings: Asked) -> dict[str, Any]:
+def page_data(histories: Sequence[History], settings: InspectSettings) -> dict[str, Any]:
     """The JSON the page draws: loads `[L, E]`, rank loads `[L, R]` before and after, points over time."""
     return {"sources": [_page_source(history, settings) for history in histories]}
 
@@ -97,12 +31,7 @@ def _rounded(values: NDArray[Any]) -> list[list[float]]:
     return result
 
 
-def plural(number: int, word: str) -> str:
-    """ "1 window", "2,000 windows"."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
-
-
-def _page_source(history: History, settings: Asked) -> dict[str, Any]:
+def _page_source(history: History, settings: InspectSettings) -> dict[str, Any]:
     source, using, balance = history.source, history.using, history.balancedness()
     assert using is not None and balance is not None and history.rank_total is not None  # noqa: PT018
     before = named_balancedness(balance, source) | {"ranks": _rounded(history.rank_total)}
@@ -137,7 +66,7 @@ def _page_source(history: History, settings: Asked) -> dict[str, Any]:
     }
 
 
-def history_html(path: Path, histories: Sequence[History], settings: Asked) -> None:
+def history_html(path: Path, histories: Sequence[History], settings: InspectSettings) -> None:
     """Write the self-contained page."""
     from evenroute.tools.report.page import page
 
@@ -147,7 +76,7 @@ def history_html(path: Path, histories: Sequence[History], settings: Asked) -> N
 Panel = tuple[str, NDArray[np.float64], Balancedness]
 
 
-def history_png(path: Path, histories: Sequence[History], settings: Asked) -> None:
+def history_png(path: Path, histories: Sequence[History], settings: InspectSettings) -> None:
     """Write one image of the first history: heatmaps now and after a plan, balancedness per layer.
 
     Raises ValueError when matplotlib is not installed.

@@ -44,7 +44,7 @@ class Screen:
         self.decisions: deque[tuple[float, str]] = deque(maxlen=DECISIONS)
         self._last: RebalancerStatus | None = None
         self._last_at = 0.0
-        self._rates: dict[str, float] = {}
+        self._rate = 0.0  # windows stored a second
         self.unreachable: str | None = None
         self.layer: int | None = None  # shown by itself
         self.detail: LayerLoads | None = None
@@ -58,9 +58,8 @@ class Screen:
             for text in changes(self._last, status):
                 self.decisions.append((now, text))
             passed = max(now - self._last_at, 1e-3)
-            for name in ("windows_stored",):
-                grown = status.counters.get(name, 0) - self._last.counters.get(name, 0)
-                self._rates[name] = max(grown, 0) / passed
+            stored = status.counters.get("windows_stored", 0)
+            self._rate = max(stored - self._last.counters.get("windows_stored", 0), 0) / passed
         self._last, self._last_at = status, now
         self.balance.append(status.balancedness_total)
 
@@ -202,7 +201,7 @@ class Screen:
             grid.add_row("worth", one_line(status.worth))
         grid.add_row(
             "windows",
-            f"{status.counters.get('windows_stored', 0):,} stored ({self._rates.get('windows_stored', 0.0):.1f}/s), "
+            f"{status.counters.get('windows_stored', 0):,} stored ({self._rate:.1f}/s), "
             f"lag {status.lag_s:.3f} s, quietest rank {silence:.1f} s" + recording_text(status),
         )
         grid.add_row(

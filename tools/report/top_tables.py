@@ -21,7 +21,7 @@ SHADES = ((0, "green"), (1, "yellow"), (4, "dark_orange"), (16, "red"))
 
 
 def bar(part: float, width: int = BAR) -> str:
-    """A bar of so many eighths."""
+    """A bar of this many eighths."""
     eighths = round(8 * width * min(max(part, 0.0), 1.0))
     return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +49,13 @@ class ModelSizes:
     loads: Path | None = None  # the popularity follows this file instead of Zipf(exponent)
     verify: bool = False
     transfer_limit_s: float = 30.0
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, num_slots: int, **more: Any) -> ModelSizes:
+        """As a bench's flags say."""
+        sizes = (args.layers, args.experts, num_slots, args.top_k, args.hidden, args.intermediate)
+        chunk_bytes = int(args.chunk_mib * 2**20)
+        return cls(*sizes, args.staging_layers, chunk_bytes, args.zipf_exponent, **more)
 
 
 @dataclass(frozen=True)

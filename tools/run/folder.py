@@ -11,7 +11,6 @@ import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 PREFIX = "evenroute-run-"
 _OWNER = "owner.lock"
@@ -41,9 +40,7 @@ class RunFolder:
     def __enter__(self) -> Path:
         return self.path
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 

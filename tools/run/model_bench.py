@@ -101,7 +101,7 @@ class ModelBench:
         ).placement
 
     def timed_steps(self, step: GraphStep, *, steps: int | None) -> NDArray[np.float64]:
-        """Step times: so many steps, or (None) until the driver has nothing left to do."""
+        """Step times: of this many steps, or (None) until the driver has nothing left to do."""
         clock = StepClock(self.model.device)
         done = 0
         while done < steps if steps is not None else not (done and self.model.driver.idle):

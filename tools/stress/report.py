@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from evenroute.dist.client import query_status
-from evenroute.eplb.loads.balance import Balancedness
 from evenroute.eplb.placement.placement import Placement
 from evenroute.tools.report.words import key_text
 from evenroute.tools.stress.options import StressOptions
 
-
-class SegmentLike(Protocol):
-    """The part of `stress_measure.Segment` that is reported."""
-
-    first_step: int
-    last_step: int
-    key: tuple[int, int] | None
-    phase: int
-    placement: Placement
-    tokens: int
-
-    def achieved(self) -> Balancedness: ...
-
-    def predicted(self) -> Balancedness: ...
-
+if TYPE_CHECKING:
+    from evenroute.tools.stress.measure import Segment
 
 MARKS = {
     True: "[green]holds [/green]",
@@ -44,7 +27,7 @@ def _figure(value: float | None) -> str:
     return "no data" if value is None else f"{value:.3f}"
 
 
-def segment_rows(segments: Sequence[SegmentLike]) -> list[dict[str, Any]]:
+def segment_rows(segments: Sequence[Segment]) -> list[dict[str, Any]]:
     """One dict a segment, JSON-ready; `moved_slots` is against the settled segment before it."""
     rows: list[dict[str, Any]] = []
     before: Placement | None = None
@@ -98,13 +81,6 @@ def worth_of_rebalancing(address: str) -> dict[str, Any]:
         "cost_gpu_seconds": status.cost_gpu_seconds,
         "said": status.worth,
     }
-
-
-def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Writes `report` beside `path` and renames it into place."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(report, indent=2) + "\n")
-    beside.replace(path)
 
 
 def _segments_table(report: dict[str, Any]) -> Table:

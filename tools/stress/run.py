@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from evenroute.dist.rank.agent import AgentConfig, RankAgent, StepResult
 from evenroute.dist.weights.mover import TablesOnly
+from evenroute.eplb._io import write_beside_and_rename
 from evenroute.eplb.files.sglang import read_logical_count
 from evenroute.eplb.placement.file import load_placement
 from evenroute.eplb.placement.placement import Placement
@@ -38,7 +40,6 @@ from evenroute.tools.stress.report import (
     print_report,
     segment_rows,
     worth_of_rebalancing,
-    write_report,
 )
 
 MEET_LIMIT_S = 60.0  # as the agents' votes
@@ -76,6 +77,8 @@ def start_rebalancer(options: StressOptions, console: Console) -> ChildRebalance
 
 class StressRank:
     """Everything one rank needs; `run()` is the loop, `report()` compares over the ranks."""
+
+    agent: RankAgent  # from `start_agent` on
 
     def __init__(self, options: StressOptions, device: torch.device, group: torch_dist.ProcessGroup) -> None:
         shape = options.shape
@@ -127,7 +130,6 @@ class StressRank:
             )
         self.checks = StepChecks(shape.top_k, device, shared=options.token_mode == "shared")
         self.cost = ForwardCost()
-        self.agent: RankAgent | None = None
         self.seconds = 0.0
         self.steps_done = 0
         self.interrupted = False  # set by a signal: all ranks end together, before their next step
@@ -162,7 +164,6 @@ class StressRank:
         Ranks meet between two steps, outside of what is measured, as an engine's all-to-all makes them: without it the
         faster rank's `agent.step()` would be charged for all that the slower one is behind.
         """
-        assert self.agent is not None
         copy_from = torch.zeros_like(self.counters.take(), device=self.device)
         copy_to = torch.zeros(copy_from.shape, dtype=copy_from.dtype, pin_memory=self.device.type == "cuda")
         columns = (
@@ -218,12 +219,10 @@ class StressRank:
             )
 
     def _key_label(self) -> str:
-        assert self.agent is not None
         return key_text(self.agent.key)
 
     def _forward(self, placed: StepResult) -> None:
         """One forward pass: every layer's logits go through the router."""
-        assert self.agent is not None
         step, half = placed.step, self.options.steps // 2
         if self.options.reshuffle and step == half:
             self.source.reshuffle(RESHUFFLE_SEED + self.options.seed)
@@ -261,7 +260,6 @@ class StressRank:
             if self.options.rebalancer != "off":
                 findings.append(self._stored(own))
             if self.moe is not None:
-                assert self.agent is not None
                 findings.extend(self.moe.findings(self.agent.placement, self.group))
         rows = segment_rows(self.recorder.segments)
         options = self.options
@@ -284,7 +282,6 @@ class StressRank:
         return report
 
     def _stored(self, own: ChildRebalancer | None) -> Finding:
-        assert self.agent is not None
         reports = self.rank == 0 or self.options.token_mode == "own"
         unsent = self.agent.unsent()
         return stored_counts(
@@ -319,7 +316,6 @@ def run_rank(options: StressOptions) -> int:
             address = share_text(own.address if own else "", group)
         rank.start_agent(address)
         rank.run(console)
-        assert rank.agent is not None
         rank.agent.close()
         if rank.steps_done == 0:  # interrupted during the start: there is nothing to report
             sys.exit(INTERRUPTED)
@@ -336,7 +332,7 @@ def run_rank(options: StressOptions) -> int:
         if rank.steps_done < options.steps:
             console.print(f"interrupted after {rank.steps_done} of {options.steps} steps", highlight=False)
         if options.report is not None:
-            write_report(options.report, report)
+            write_beside_and_rename(options.report, (json.dumps(report, indent=2) + "\n").encode())
     torch_dist.barrier(group=group)
     torch_dist.destroy_process_group()
     if any(finding["held"] is False for finding in report["invariants"]):

@@ -1,7 +1,7 @@
 """What evenroute has in one rank of SGLang: made when its model is loaded, driven by its forward passes.
 
-At that moment the weights are there, the KV pool is not sized and nothing is captured: tables, counters and buffers are
-in place before a CUDA graph takes their addresses, and SGLang counts their memory as the model's.
+At that moment the weights are loaded, the KV pool is not sized and nothing is captured: tables, counters and buffers
+are in place before a CUDA graph takes their addresses, and SGLang counts their memory as the model's.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from evenroute.dist.engines.sglang.seams import ENGINE, require_hooks
 from evenroute.dist.rank.agent import RankAgent
 from evenroute.dist.weights.weight_mover import WeightMover
 from evenroute.eplb.placement.placement import Placement, PlacementRow
+from evenroute.eplb.placement.shares import logical_to_physical
 from evenroute.routing.compiled import CompiledRouter
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router
@@ -272,12 +273,8 @@ class SglangRank:
         meta, at = self.metadata, self.layer_ids[layer]
         slots = np.asarray(row.slots, dtype=np.int64)
         counts = np.bincount(slots, minlength=meta.num_logical_experts)
-        every = np.full(
-            (meta.num_logical_experts, meta.logical_to_all_physical_map.shape[-1]), -1, dtype=np.int64
-        )
-        order = np.argsort(slots, kind="stable")
-        place = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)
-        every[slots[order], place] = order
+        width = meta.logical_to_all_physical_map.shape[-1]
+        (every,) = logical_to_physical(slots[None], counts[None], width)
         for name, values in (
             ("physical_to_logical_map", slots),
             ("physical_to_logical_map_cpu", slots),

@@ -140,7 +140,7 @@ class EvenrouteManager:
         self._checked = False
 
     def on_forward_pass_end(self) -> None:
-        """Behind each pass; the first one tells whether evenroute is really there."""
+        """Behind each pass; the first one shows whether evenroute is attached."""
         if not self._checked:
             self._checked = True
             if attached() is None:

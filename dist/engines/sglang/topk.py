@@ -1,7 +1,7 @@
 """SGLang's routing forms as routers, and the routing of one batch: logits to physical ids in one launch.
 
 A form that a `RouterConfig` says is routed from the logits. Any other (a routing function of the model's own, simulated
-routing, `sqrtsoftplus_log1p`) is chosen by SGLang and taken as it is: logical ids and weights in, physical ids out.
+routing, `sqrtsoftplus_log1p`) is chosen by SGLang and used unchanged: logical ids and weights in, physical ids out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_simulated(environ: Any) -> bool:
 
 
 def router_config(config: Any, num_experts: int, *, per_rank_shared: bool) -> RouterConfig:
-    """A layer's `TopKConfig` as routing form. ValueError where it is none that a router computes.
+    """A layer's `TopKConfig` as routing form. ValueError where no router computes it.
 
     As in SGLang: grouped with a bias is DeepSeek's noaux_tc, whatever `scoring_func` says; grouped without takes the
     largest score of a group; a softmax's bias is added to the probability.
@@ -77,7 +77,7 @@ class LayerRouting:
     given        SGLang chooses, and its choice is taken
     shadow       SGLang chooses and places; what it chose is counted
     fake         `--ep-dispatch-algorithm fake`: random logits, no bias
-    valid        int32 [1] on the device: rows of this pass, for passes of which SGLang tells no padding; or None
+    valid        int32 [1] on the device: rows of this pass, for passes whose padding SGLang does not give; or None
     shared_scale factor of the shared columns' weights (outputs of all ranks are summed), or None
     """
 
@@ -164,7 +164,7 @@ def select_experts(
     bias = others.pop("dynamic_expert_bias", None)
     if bias is None:
         bias = topk_config.correction_bias
-    # Where SGLang says nothing of padding, its rows are routed like any other and not counted.
+    # Where SGLang does not give the padding, its rows are routed like any other and not counted.
     padding = padding_inputs(layer, num_token_non_padded)
     given = layer.given or any(value is not None for value in others.values())
     if given:

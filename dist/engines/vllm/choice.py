@@ -36,7 +36,7 @@ def given_choice(num_experts: int, top_k: int, reason: str) -> Choice:
 
 
 def _described(router: Any, num_experts: int) -> tuple[RouterConfig, Tensor | None]:
-    """Our form of a router, by its class and attributes; ValueError where there is none."""
+    """Our form of a router, by its class and attributes; ValueError where none of ours computes it."""
     kind = type(router).__name__
     if not type(router).__module__.startswith(_MODULES):
         raise ValueError(f"{kind} is the model's own")

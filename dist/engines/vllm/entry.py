@@ -94,7 +94,7 @@ def _worker_made(result: None, worker: Any) -> None:
 
 
 def _show_logs() -> None:
-    """evenroute's loggers write where vLLM's do, unless somebody has set them up."""
+    """evenroute's loggers write where vLLM's do, unless they are configured already."""
     ours, theirs = logging.getLogger("evenroute"), logging.getLogger("vllm")
     if not ours.handlers and theirs.handlers:
         ours.handlers = list(theirs.handlers)

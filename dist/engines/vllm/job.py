@@ -19,6 +19,7 @@ from evenroute.dist.engines.vllm.weights import expert_weights
 from evenroute.dist.rank.agent import RankAgent, StepResult
 from evenroute.dist.weights.weight_mover import WeightMover
 from evenroute.eplb.placement.placement import Placement, PlacementRow
+from evenroute.eplb.placement.shares import logical_to_physical
 from evenroute.routing.counters import ExpertCounters
 from evenroute.routing.router import Router
 from evenroute.routing.settings.config import RouterConfig
@@ -173,7 +174,7 @@ class VllmJob:
     # ------------------------------------------------------------------------------------ passes
 
     def begin_pass(self, rows: int) -> None:
-        """A pass with so many real rows begins; vLLM has told the device."""
+        """A pass of ``rows`` real rows begins; vLLM has written the number to the device."""
         self._passed_rows = rows
         if self.routes.chunk_rank is None:  # else each rank has a part that only the layers know
             self.agent.begin_pass(rows)
@@ -196,10 +197,7 @@ class VllmJob:
         state = self._state
         experts, width = state.logical_to_physical_map.shape[1:]
         counts = np.bincount(row.slots, minlength=experts)
-        slots = np.full((experts, width), -1, dtype=np.int64)
-        order = np.argsort(row.slots, kind="stable")
-        starts = np.cumsum(counts) - counts
-        slots[row.slots[order], np.arange(row.slots.size) - starts[row.slots[order]]] = order
+        (slots,) = logical_to_physical(row.slots[None], counts[None], width)
         maps = {
             "physical_to_logical_map": row.slots.astype(np.int64),
             "logical_to_physical_map": slots,

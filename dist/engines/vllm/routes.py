@@ -1,4 +1,4 @@
-"""What a layer of vLLM calls: its routing as one operator that compilers take as it is.
+"""What a layer of vLLM calls: its routing as one operator that compilers do not look into.
 
 State (tables, counters, rows that count) is behind the operator and never its argument: its outputs are used, so no
 compiler drops a call, and a graph of vLLM's, compiled or captured, holds the same call whatever is placed where.

@@ -110,7 +110,7 @@ def installed_source(file: str) -> str | None:
 
 
 def check_seams(version: str) -> None:
-    """End the process, with the name of the seam, where the installed vLLM is not as it is known."""
+    """End the process, with the name of the seam, where the installed vLLM differs from what is known."""
     for seam, found in find_seams(SEAMS + DOORS, installed_source).items():
         problem = seam_problem(seam, found)
         if problem:

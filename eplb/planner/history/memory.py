@@ -20,7 +20,7 @@ Counts = NDArray[np.float64]
 
 MAX_KINDS = 8  # one search costs time in proportion; 12 gained .001 on a random walk, nothing elsewhere
 ALIKE = 0.5  # squared difference beyond what sampling explains (1): below, two windows are one kind ...
-CERTAIN = 4.0  # ... or below so many standard deviations of that figure itself, where experts are few
+CERTAIN = 4.0  # ... or below this many standard deviations of that figure itself, where experts are few
 FADING = 0.9  # of visits and successions, a window
 PERSISTENCES = (
     0.3,

@@ -61,7 +61,7 @@ def capped_counts(loads, level, to_coldest, num_slots, max_replicas, counts):
 def try_counts(loads, num_ranks, enough, rows):
     """Replace rows of ``rows [L, P]`` of layers ``loads [L, E]`` where other counts do better.
 
-    A layer whose balancedness is ``enough`` is left as it is.
+    A layer whose balancedness is ``enough`` is left unchanged.
     """
     num_layers, num_slots = rows.shape
     num_experts, num_local = loads.shape[1], num_slots // num_ranks

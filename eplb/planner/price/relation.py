@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 FADING = 0.995  # of older intervals, an interval
-LEAST = 6.0  # intervals (faded) before anything is said
+LEAST = 6.0  # intervals (faded) before an estimate is given
 CERTAIN = 3.0  # standard errors that the slope must be above 0
 
 

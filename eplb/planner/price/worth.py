@@ -51,7 +51,7 @@ class Worth:
     def served(
         self, steps: int, first: float, in_use: float, mean: float, seconds: float, costs: TimeCosts
     ) -> None:
-        """So many steps of ``seconds`` each ran with ``in_use`` pairs a step on the hottest ranks, summed over layers.
+        """``steps`` steps of ``seconds`` each ran with ``in_use`` pairs on the hottest ranks, summed over layers.
 
         first: as many as under the first placement; mean: as many as at perfect balance.
         """

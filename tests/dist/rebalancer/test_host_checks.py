@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from evenroute.dist.config import (
-    AgentConfig,
     PlannerSettings,
     RebalancerSettings,
-    load_agent_config,
     load_config,
 )
 from evenroute.dist.rebalancer.guards import FileLock, JobLock, LockHeldError
@@ -73,7 +71,6 @@ def test_flags_win_over_the_file_and_absent_flags_do_not(tmp_path):
     path = write(tmp_path, "[planner]\ninterval = 5\nmin_tokens = 7\n[agent]\ntop_k = 8")
     config = load_config(path, {"planner": {"interval": 9.0, "min_tokens": None}})
     assert (config.planner.interval, config.planner.min_tokens) == (9.0, 7)
-    assert load_agent_config(path) == AgentConfig(top_k=8)
 
 
 def test_defaults_are_in_the_dataclasses_alone():
@@ -102,6 +99,27 @@ def test_contradictions_and_odd_combinations_are_told(tmp_path):
         settings.setdefault(section, {})[name] = value
         with pytest.raises((ValueError, OSError), match=message):
             check_host(load_config(None, settings))
+
+
+def test_what_other_users_could_read_is_told(tmp_path):
+    """S8: a store for all to read, and metrics for all to see, are allowed and never pass without a word."""
+    store = tmp_path / "run.db"
+    store.touch(mode=0o600)
+
+    def told(**changed):
+        settings = {"bind": f"ipc://{tmp_path}/r.sock", "store": str(store), **changed}
+        return check_host(load_config(None, {"rebalancer": settings}))
+
+    assert told(http_bind="127.0.0.1:0") == []
+    for mode in (0o644, 0o640, 0o602):
+        store.chmod(mode)
+        (warning,) = told()
+        assert warning.startswith(f"rebalancer.store: {store} has mode {mode:03o}: other users can read")
+    store.chmod(0o600)
+    (warning,) = told(http_bind="0.0.0.0:0")
+    assert warning.startswith(
+        "rebalancer.http_bind: 0.0.0.0:0 is not a loopback address: anybody who reaches it"
+    )
 
 
 def test_intervals_in_words():

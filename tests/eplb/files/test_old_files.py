@@ -14,7 +14,7 @@ import pytest
 from evenroute.eplb.dump.reader import DumpReader
 from evenroute.eplb.files.open import open_source, open_sources
 from evenroute.eplb.placement.file import load_placement, load_placement_set, update_placement_set
-from evenroute.eplb.store.schema import JobRow
+from evenroute.eplb.store.schema import JobRow, PublishedPlacement
 from evenroute.eplb.store.writer import HistoryStore, RankWindowRow
 from support.command import evenroute
 
@@ -78,9 +78,7 @@ def test_a_store_is_continued(old: Path) -> None:
     assert (gap.stored, gap.missing_before) == (True, 1)
     moves = np.zeros(2, np.int64)
     placement, reason = newest.placement, "restart"
-    store.add_placement(
-        placement, epoch=EPOCH + (1 << 20), version=1, now=2003.0, moves=moves, policy="stay", reason=reason
-    )
+    store.add_placement(PublishedPlacement(2003.0, EPOCH + (1 << 20), 1, placement, moves, "stay", reason))
     newest = store.newest_placement()
     assert newest is not None
     assert newest.policy == "stay"

@@ -20,6 +20,8 @@ from evenroute.eplb.placement.file import load_placement_set, save_placement, up
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.shares import even_shares
 from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.planner.classes.sets import with_classes
+from evenroute.eplb.planner.classes.times import ExpertTimes
 from support.control_plane import wait_for
 from support.foreign_files import random_counts, random_map
 
@@ -135,6 +137,18 @@ class TestRefusals:
         assert found is not None
         assert found.placement is not None
         assert np.array_equal(found.placement.shares, shares)
+
+    def test_shares_of_small_batches_need_a_word_too(self, tmp_path: Path) -> None:
+        loads = np.ones((placement().num_layers, EXPERTS))
+        made = with_classes(placement(), loads, 2, ExpertTimes())
+        assert made.classes is not None
+        with pytest.raises(ValueError, match="--drop-shares"):
+            write_placement(tmp_path / "m.json", known(made), "sglang", ModelLayers())
+        write_placement(tmp_path / "own.json", known(made), "evenroute", ModelLayers())
+        found = open_source(tmp_path / "own.json").placement_map
+        assert found is not None
+        assert found.placement is not None
+        assert found.placement.digest() == made.digest()
 
     def test_an_expert_twice_on_a_rank_is_no_placement_of_ours(self, tmp_path: Path) -> None:
         (tmp_path / "m.json").write_text('{"physical_to_logical_map": [[0, 0, 1, 2]]}')

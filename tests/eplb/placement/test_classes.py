@@ -20,6 +20,7 @@ from evenroute.eplb.placement.classes import ShareClasses, default_class_rows, s
 from evenroute.eplb.placement.file import load_placement, save_placement
 from evenroute.eplb.placement.placement import Placement, row_digest
 from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.store.schema import PublishedPlacement
 from evenroute.eplb.store.writer import HistoryStore
 from support.placements import random_placement
 
@@ -105,15 +106,8 @@ def test_the_store_keeps_them(tmp_path: Path) -> None:
     placement = with_sets()
     with HistoryStore(tmp_path / "run.db") as store:
         store.begin_epoch(5, pid=1, now=0.0)
-        store.add_placement(
-            placement,
-            epoch=5,
-            version=1,
-            now=1.0,
-            moves=np.zeros(LAYERS, np.int64),
-            policy="joint",
-            reason="",
-        )
+        moves = np.zeros(LAYERS, np.int64)
+        store.add_placement(PublishedPlacement(1.0, 5, 1, placement, moves, "joint", ""))
         newest = store.newest_placement()
         assert newest is not None
         assert newest.placement.digest() == placement.digest()

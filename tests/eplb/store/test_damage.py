@@ -15,6 +15,7 @@ import pytest
 
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.store.schema import PublishedPlacement
 from evenroute.eplb.store.writer import (
     HistoryStore,
     JobRow,
@@ -151,17 +152,10 @@ def test_what_others_may_do_is_no_damage(store: HistoryStore) -> None:
 
 def test_a_transaction_that_fails_is_no_damage(store: HistoryStore) -> None:
     placement = Placement.initial(L, E, 10, Topology(R))
-    arguments = {
-        "epoch": 5,
-        "version": 1,
-        "now": 1.0,
-        "moves": np.zeros(L, np.int64),
-        "policy": "",
-        "reason": "",
-    }
-    store.add_placement(placement, **arguments)  # type: ignore[arg-type]
+    published = PublishedPlacement(1.0, 5, 1, placement, np.zeros(L, np.int64), "", "")
+    store.add_placement(published)
     with pytest.raises(StoreError):
-        store.add_placement(placement, **arguments)  # type: ignore[arg-type]  # the same key
+        store.add_placement(published)  # the same key
     store.add_windows([window(30)], epoch=5, now=30.0)
     assert store.damage is None
 

@@ -16,7 +16,7 @@ from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.store import checkpoint, custody
 from evenroute.eplb.store.checkpoint import Checkpointer
 from evenroute.eplb.store.custody import Custody
-from evenroute.eplb.store.schema import IN_USE_EVENT, StoreError, encode_in_use
+from evenroute.eplb.store.schema import IN_USE_EVENT, PublishedPlacement, StoreError, encode_in_use
 from evenroute.eplb.store.source import read_store
 from evenroute.eplb.store.writer import HistoryStore, JobRow, RankWindowRow, StoreReader
 from support.control_plane import patience
@@ -49,7 +49,7 @@ def in_use(store: HistoryStore, placement: Placement, key: tuple[int, int], now:
 
 def publish(store: HistoryStore, placement: Placement) -> None:
     moves = np.zeros(L, np.int64)
-    store.add_placement(placement, epoch=5, version=1, now=2.0, moves=moves, policy="global", reason="a plan")
+    store.add_placement(PublishedPlacement(2.0, 5, 1, placement, moves, "global", "a plan"))
 
 
 def test_runs_of_another_shape_are_left_out_and_told(store: HistoryStore, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.store.schema import PublishedPlacement
 from evenroute.eplb.store.writer import HistoryStore, JobRow, RankWindowRow, StaleEpochError, StoreError
 from support.failing_connection import FailingConnection
 
@@ -52,9 +53,7 @@ def contents(store: HistoryStore) -> list[Any]:
 PLACEMENT = Placement.initial(L, E, 8, Topology(2))
 WRITES: dict[str, Callable[[HistoryStore], Any]] = {
     "windows": lambda s: s.add_windows([window(0, 3, 19), window(1, 3, 29)], epoch=5, now=30.0, keep_rank_detail=True),
-    "placement": lambda s: s.add_placement(
-        PLACEMENT, epoch=5, version=1, now=1.0, moves=np.zeros(L, np.int64), policy="", reason=""
-    ),
+    "placement": lambda s: s.add_placement(PublishedPlacement(1.0, 5, 1, PLACEMENT, np.zeros(L, np.int64), '', '')),
     "row": lambda s: s.keep_row(99, PLACEMENT.row(0), epoch=5),
     "roll-up": lambda s: s.roll_up(before=1e6, span_s=1000.0, epoch=5),
     "job": lambda s: s.set_job(8, JOB, epoch=5, now=1.0),

@@ -15,6 +15,7 @@ import pytest
 
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
+from evenroute.eplb.store.schema import PublishedPlacement
 from evenroute.eplb.store.writer import (
     HistoryStore,
     JobRow,
@@ -86,7 +87,7 @@ def test_a_writer_whose_epoch_is_not_the_last_cannot_write(store, tmp_path):
         lambda: store.add_event("x", "y", epoch=5, now=2.0),
         lambda: store.keep_row(1, placement.row(0), epoch=5),
         lambda: store.add_placement(
-            placement, epoch=5, version=1, now=2.0, moves=np.zeros(L, np.int64), policy="p", reason="r"
+            PublishedPlacement(2.0, 5, 1, placement, np.zeros(L, np.int64), "p", "r")
         ),
     ]
     for write in writes:
@@ -115,14 +116,7 @@ def test_placements_come_back_with_shares_and_in_key_order(store):
     moves = np.arange(L, dtype=np.int64)
     for version, target in ((2, placement), (1, uneven)):
         store.add_placement(
-            target,
-            epoch=5,
-            version=version,
-            now=1.0,
-            moves=moves,
-            policy="global",
-            reason="r",
-            balancedness_before=0.5,
+            PublishedPlacement(1.0, 5, version, target, moves, "global", "r", balancedness_before=0.5)
         )
     first, second = store.placements()
     assert (first.version, second.version) == (1, 2)

@@ -14,7 +14,7 @@ from evenroute.eplb.placement.topology import Topology
 from evenroute.eplb.planner.cost import TimeCosts
 from evenroute.eplb.planner.plan import plan_placement
 from evenroute.eplb.planner.price.measured import MeasuredCosts, RankTimes
-from evenroute.eplb.store.schema import IN_USE_EVENT, encode_in_use
+from evenroute.eplb.store.schema import IN_USE_EVENT, PublishedPlacement, encode_in_use
 from evenroute.eplb.store.writer import HistoryStore, JobRow, RankWindowRow
 from support.command import assert_one_line_error, evenroute, evenroute_without
 from support.foreign_files import random_counts
@@ -48,15 +48,17 @@ def store(tmp_path: Path, counts: np.ndarray) -> HistoryStore:
         add_window(made, seq, counts, now=1000.0 + seq)
     plan = plan_placement(counts, topology=Topology(RANKS), num_slots=SLOTS)
     made.add_placement(
-        epoch=EPOCH,
-        version=1,
-        placement=plan.placement,
-        balancedness_before=plan.before.mean,
-        balancedness_predicted=plan.predicted.mean,
-        moves=plan.moves,
-        policy=plan.policy,
-        reason=plan.reason,
-        now=1004.5,
+        PublishedPlacement(
+            1004.5,
+            EPOCH,
+            1,
+            plan.placement,
+            plan.moves,
+            plan.policy,
+            plan.reason,
+            balancedness_before=plan.before.mean,
+            balancedness_predicted=plan.predicted.mean,
+        )
     )
     for seq in range(5, 9):
         add_window(made, seq, counts, now=1000.0 + seq)
@@ -112,15 +114,17 @@ def test_windows_lie_on_the_placement_in_use_at_their_time(tmp_path: Path, count
         in_use(start, (0, 0), 1001.5)
         add_window(made, 2, counts, now=1002.0)
         made.add_placement(
-            planned.placement,
-            epoch=EPOCH,
-            version=1,
-            now=1002.5,
-            moves=planned.moves,
-            policy=planned.policy,
-            reason=planned.reason,
-            balancedness_before=planned.before.mean,
-            balancedness_predicted=planned.predicted.mean,
+            PublishedPlacement(
+                1002.5,
+                EPOCH,
+                1,
+                planned.placement,
+                planned.moves,
+                planned.policy,
+                planned.reason,
+                balancedness_before=planned.before.mean,
+                balancedness_predicted=planned.predicted.mean,
+            )
         )
         for seq in (3, 4):  # published, and not in use
             add_window(made, seq, counts, now=1000.0 + seq)
@@ -252,10 +256,7 @@ def test_a_replay_begins_with_the_placement_in_use_at_the_first_window(
     made.begin_epoch(EPOCH, pid=1, now=0.0)
     made.set_job(7, JOB, epoch=EPOCH, now=0.0)
     plan = plan_placement(counts, topology=Topology(RANKS), num_slots=SLOTS)
-    made.add_placement(
-        epoch=EPOCH, version=1, placement=plan.placement, balancedness_before=None,
-        balancedness_predicted=None, moves=plan.moves, policy="taken-up", reason="", now=999.0,
-    )  # fmt: skip
+    made.add_placement(PublishedPlacement(999.0, EPOCH, 1, plan.placement, plan.moves, 'taken-up', ''))  # fmt: skip
     for seq in (1, 2):
         add_window(made, seq, counts, now=1000.0 + seq)
     (run,) = evenroute("replay", tmp_path / "run.db", "--policy", "none", "--json").json["runs"]

@@ -14,7 +14,6 @@ from evenroute.eplb.dump.writer import DumpWriter
 from evenroute.eplb.loads.source import LoadWindow, PlacementEvent
 from evenroute.eplb.placement.placement import Placement
 from evenroute.eplb.placement.topology import Topology
-from evenroute.tools.report.pictures import widened
 from support.browser import needs_chromium, rendered, screenshot
 from support.command import assert_one_line_error, evenroute, evenroute_without
 from support.foreign_files import random_counts
@@ -148,16 +147,3 @@ def test_a_plan_that_does_not_fit_is_refused(dump: Path, tmp_path: Path) -> None
     outcome = evenroute("inspect", dump, "--html", tmp_path / "x.html", "--plan-slots", 17)
     assert_one_line_error(outcome, "num_slots=17")
     assert not (tmp_path / "x.html").exists()
-
-
-def test_a_wider_start_keeps_experts_where_they_are() -> None:
-    """Every rank keeps its slots in order and gets experts it lacks; fewer slots cannot be had this way."""
-    start = Placement.initial(2, 8, 8, Topology(4))
-    wide = widened(start, 16)
-    assert wide is not None
-    assert int(start.moved_slots(wide).sum()) == 2 * 8  # the new slots, nothing else
-    assert np.array_equal(
-        wide.physical_to_logical.reshape(2, 4, 4)[:, :, :2].reshape(2, 8), start.physical_to_logical
-    )
-    assert widened(start, 8) is start
-    assert widened(wide, 8) is None

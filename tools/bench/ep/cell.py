@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenroute.dist.rank.agent import AgentConfig, RankAgent
+from evenroute.eplb._fields import named
 from evenroute.eplb.loads.balance import Balancedness, balancedness, rank_loads
 from evenroute.eplb.placement.placement import Placement
 from evenroute.tools.bench.ep.watch import (
@@ -152,10 +153,7 @@ class EpCell:
         labels[: min(WARM_UP, len(labels))] = -1  # the first steps pay for one-time setup
         settled = self.settled or live
         cell: dict[str, Any] = {
-            "source": self.case.source,
-            "redundant": self.case.redundant,
-            "dispatch": self.case.dispatch,
-            "policy": self.case.policy,
+            **named(("source", "redundant", "dispatch", "policy"), self.case),
             "ended": ended,
             "switches": len(self.keys) - 1,
             "moved_slots": int(self.model.start.moved_slots(settled).sum()),

@@ -49,20 +49,8 @@ class EpBench:
 
     def model(self, case: Case) -> BenchModel:
         """The model of a cell, without weights yet."""
-        args = self.args
-        sizes = ModelSizes(
-            args.layers,
-            args.experts,
-            args.experts + case.redundant,
-            args.top_k,
-            args.hidden,
-            args.intermediate,
-            args.staging_layers,
-            int(args.chunk_mib * 2**20),
-            args.zipf_exponent,
-            dispatch=case.dispatch,
-            loads=case.loads,
-        )
+        slots = self.args.experts + case.redundant
+        sizes = ModelSizes.of(self.args, slots, dispatch=case.dispatch, loads=case.loads)
         return BenchModel(sizes, self.device, self.groups, load=False)
 
     def run_case(self, number: int, case: Case) -> dict[str, Any]:

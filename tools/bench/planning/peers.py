@@ -30,7 +30,7 @@ FILES = {
 
 
 def _stand_ins() -> None:
-    """Modules that peers import for logging and process groups, unless the real ones are there."""
+    """Modules that peers import for logging and process groups, unless the real ones are installed."""
 
     def no_group() -> None:
         raise RuntimeError("no process group in a benchmark")
