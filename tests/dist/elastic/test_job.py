@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 KILL_S, STOP_S = 2.0, 5.0
 """From a kill (a stop) to correct outputs on every survivor, with a collective's limit of 2 s and a silence of 1 s, on
 a host with cores to spare; `patience` stretches them elsewhere."""
-HANGS_S = 60.0
+HANGS_S = 120.0
 """What takes so long hangs."""
 
 
@@ -61,7 +61,7 @@ def test_a_kill_of_each_rank_then_of_two_one_after_the_other() -> None:
             at = run.kill(victim)
             assert run.recovered([victim], at, HANGS_S).seconds < KILL_S * patience()
             run.launcher.join()
-            run.grown(4, time.monotonic(), 60.0)
+            run.grown(4, time.monotonic(), HANGS_S)
         for left in (3, 2):
             run.go_on(5)
             victim = random.Random(left).choice(list(run.members().values()))
@@ -81,7 +81,7 @@ def test_a_death_in_the_middle_of_a_step_of_a_migration_and_between_vote_and_com
     planner = {"interval": 0.5, "policy": "global"}
     with ElasticRun(4, quiet=True, module="support.elastic_rank", planner=planner) as run:
         victim = run.members()[2]
-        run.until(lambda: victim.process.poll() is not None, 60.0, f"a death in {place}")
+        run.until(lambda: victim.process.poll() is not None, HANGS_S, f"a death in {place}")
         at = time.monotonic()
         assert run.recovered([victim], at - 0.1, HANGS_S).seconds < KILL_S * patience()
         run.go_on(40)
@@ -114,9 +114,11 @@ def test_two_four_three_five_ranks_under_traffic() -> None:
             before = run.newest()[1]
             run.scale(ranks)
             while run.newest()[1] != ranks or len(run.serving(run.newest()[0])) != ranks:
-                run.until(lambda before=before: run.newest()[1] != before, 60.0, f"{ranks} ranks")
+                run.until(lambda before=before: run.newest()[1] != before, HANGS_S, f"{ranks} ranks")
                 before = run.newest()[1]
-                run.until(lambda: len(run.serving(run.newest()[0])) == run.newest()[1], 30.0, "all to serve")
+                run.until(
+                    lambda: len(run.serving(run.newest()[0])) == run.newest()[1], HANGS_S, "all to serve"
+                )
             longest = max(longest, *(event["paused"] for event in run.serving(run.newest()[0])))
         print(f"longest pause {longest:.2f} s")
         assert longest < KILL_S * patience()
@@ -147,7 +149,7 @@ def test_fifty_random_kills() -> None:
             back = run.recovered([victim], at, HANGS_S)
             slowest = max(slowest, back.seconds)
             run.launcher.join()
-            run.grown(back.ranks + 1, time.monotonic(), 60.0)
+            run.grown(back.ranks + 1, time.monotonic(), HANGS_S)
         print(f"slowest of 50: {slowest:.2f} s")
         assert slowest < KILL_S * patience()
         run.go_on(20)
