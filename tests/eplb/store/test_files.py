@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,12 @@ JOB = JobRow("m", "prefill", L, E, 66, 2, 1, 4, False)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> HistoryStore:
+def store(tmp_path: Path) -> Iterator[HistoryStore]:
     made = HistoryStore(tmp_path / "run.db", background_checkpoint=True)
     made.begin_epoch(5, pid=1, now=0.0)
     made.set_job(7, JOB, epoch=5, now=0.0)
-    return made
+    yield made
+    made.close()
 
 
 def held_open(folder: Path) -> list[str]:
