@@ -151,6 +151,7 @@ def _planner(case: Case, args: argparse.Namespace) -> dict[str, str | float]:
         "interval_unit": "windows",
         "policy": case.policy,
         "min_gain": MIN_GAIN,
+        "small_batches": False,  # balance is compared with what was planned; sets for small batches level time instead
     }
 
 
