@@ -56,7 +56,13 @@ FOREIGN_FLAGS = {
         "--no-deps",
         "--nnodes",
     ),
-    *("--elastic-ep-backend", "--enable-two-batch-overlap", "--enable-pdmux", "--enable-waterfill"),
+    *(
+        "--elastic-ep-backend",
+        "--enable-elastic-ep",
+        "--enable-two-batch-overlap",
+        "--enable-pdmux",
+        "--enable-waterfill",
+    ),
     *("--enable-memory-saver", "--startup-weight-load-mode", "--eplb-rebalance-num-iterations", "--eplb-"),
     # vLLM's
     *(
