@@ -59,6 +59,7 @@ while steps < 600 or (config.rebalancer and agent.key in ((0, 0), None) and step
     forward(torch.randn(128, HIDDEN))
     steps += 1
 epoch, version = agent.key or (0, 0)
-placed = f"{epoch:x}/{version}" if epoch else "start"  # as `evenroute status` writes it
-print(f"rank {dist.get_rank()}: {steps} steps, now with placement {placed}")
+print(
+    f"rank {dist.get_rank()}: {steps} steps, now with placement {f'{epoch:x}/{version}' if epoch else 'start'}"
+)
 # No close: at the end of the process the agent sends its last window and says goodbye.

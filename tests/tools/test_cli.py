@@ -72,7 +72,7 @@ def test_every_flag_says_what_it_is_and_its_default() -> None:
         for parse in (*PARSERS.values(), transport):
             with pytest.raises(SystemExit):
                 parse([])
-    assert len({parser.prog for parser in parsers}) == 8
+    assert len({parser.prog for parser in parsers}) == 10
     for parser in parsers:
         shown = " ".join(parser.format_help().split())
         for action in parser._actions:

@@ -99,11 +99,11 @@ def parse_experts(argv: list[str]) -> argparse.Namespace:
     """`args.touched` and `args.tokens` are lists of int, `args.dtype` one of names."""
     parser = BenchParser("experts", EXPERTS)
     add = parser.add_argument
-    add("--model", default="dsv3", choices=tuple(MODEL_SHAPES), help="sizes of its experts (default: dsv3)")
-    add("--device", default="cuda", choices=("cuda", "cpu"))
-    add("--dtype", default="bf16", choices=("bf16", "fp8"), help="on a GPU (default: bf16)")
-    add("--touched", default="8,16,32", help="experts touched (default: 8,16,32)")
-    add("--tokens", default="1,8,16,32,64,128,256,512", help="tokens an expert (default: 1 to 512)")
+    add("--model", default="dsv3", choices=tuple(MODEL_SHAPES), help="sizes of its experts")
+    add("--device", default="cuda", choices=("cuda", "cpu"), help="where the experts run")
+    add("--dtype", default="bf16", choices=("bf16", "fp8"), help="on a GPU")
+    add("--touched", default="8,16,32", help="experts touched")
+    add("--tokens", default="1,8,16,32,64,128,256,512", help="tokens an expert")
     add("-o", "--output", type=Path, help="write the times here (JSON)")
     add("--json", action="store_true", help="one JSON object on stdout and nothing else")
     args = parser.parse_args(argv)

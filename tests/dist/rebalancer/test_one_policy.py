@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import zlib
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -60,13 +61,14 @@ def store(tmp_path):
 
 
 def test_the_daemon_decides_as_the_policy_does_also_after_a_restart(store):
+    settings = PlannerSettings(small_batches=False)  # sets for small batches are the daemon's own addition
     placement = expected = Placement.initial(L, E, P, Topology(R))
     policy = RebalancePolicy(Topology(R), P)
-    live = LivePolicy(store, PlannerSettings(), JOB)
+    live = LivePolicy(store, settings, JOB)
     actions = []
     for number, counts in enumerate(windows(18)):
         if number in (6, 13):  # a new life of the rebalancer: all it has is the store
-            live = LivePolicy(store, PlannerSettings(), JOB)
+            live = LivePolicy(store, settings, JOB)
             assert live.restore(placement) == number
         action, reason, placement = answered(live, counts, placement, number)
         decision = policy.decide(counts, expected)
@@ -167,7 +169,9 @@ def test_replay_and_the_daemon_decide_alike_on_a_real_run(tmp_path):
     in_use = [*in_use[1:], replay.result.placement.digest()]
     # A job whose first question was not answered in time began without a rebalancer, which took up what it found.
     rows = [row for row in rows if row.policy != "taken-up"]
-    published = [row.placement.digest() for row in rows]
+    # Sets for small batches are the daemon's own addition; a decision may bring nothing else.
+    published = [replace(row.placement, classes=None).digest() for row in rows]
+    published = [new for old, new in zip([start.digest(), *published], published, strict=False) if new != old]
     changes = [
         after for before, after in zip([start.digest(), *in_use], in_use, strict=False) if after != before
     ]

@@ -197,4 +197,4 @@ def test_the_stress_run_says_its_help_and_names_the_extra(blocked: dict[str, str
 def test_bench_says_its_help(blocked: dict[str, str]) -> None:
     done = run(blocked, "bench", "--help")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "NAME --help for flags" in " ".join(done.stdout.split())
+    assert "NAME --help for its flags" in " ".join(done.stdout.split())

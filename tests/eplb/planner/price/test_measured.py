@@ -116,7 +116,7 @@ def test_what_rebalancing_saved_is_told_by_default_then_by_the_measured_relation
     assert first is not None
     assert first.saved == pytest.approx(8 * 100 * 0.1 * 0.25)
     assert first.cost == pytest.approx(8 * given.moving(40, 8))
-    assert "(default)" in first.told()
+    assert "(default prices)" in first.told()
     for seconds, mean, hottest in drawn(40, noise=0.0):
         reports(measured, 8, step_seconds=seconds)
         measured.end_interval(mean, hottest)
